@@ -1,0 +1,3 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Lean pretraining loop around megatron-core models."""

@@ -1,0 +1,14 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Declares which modules this overlay adds beside an installed megatron-core; all other metadata is in pyproject.toml."""
+
+from setuptools import setup
+
+setup(
+    packages=["megatron.core.distributed.fsdp.experimental", "megatron.pretrain"],
+    py_modules=[
+        "megatron.core.distributed.fsdp.mcore_fsdp_v2_adapter",
+        "megatron.core.optimizer.fully_sharded_optimizer",
+    ],
+    package_data={"megatron.core.distributed.fsdp.experimental": ["py.typed"]},
+)
