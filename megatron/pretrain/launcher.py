@@ -1,0 +1,97 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Reads torchrun's environment variables and starts the process groups.
+
+Without torchrun the script is a single process of world size 1. A malformed variable is an error:
+taking it for rank 0 would let several processes write the same files.
+"""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among all processes of the run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    is_launched: bool
+
+
+def find_place(environment: Mapping[str, str]) -> Place:
+    """Read RANK, WORLD_SIZE and LOCAL_RANK.
+
+    Args:
+        environment: Usually ``os.environ``.
+
+    Returns:
+        Rank 0 of 1 when none of the three is set.
+
+    Raises:
+        ValueError: One of them is missing, no integer, or out of range.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if not any(name in environment for name in names):
+        return Place(rank=0, world_size=1, local_rank=0, is_launched=False)
+    values: dict[str, int] = {}
+    for name in names:
+        word = environment.get(name)
+        if word is None or not word.isdecimal():
+            raise ValueError(
+                f"Launcher: expected an integer >= 0, got "
+                f"{'nothing' if word is None else repr(word)} for the "
+                f"environment variable {name}. Start with torchrun, or unset RANK, WORLD_SIZE and "
+                "LOCAL_RANK."
+            )
+        values[name] = int(word)
+    if values["RANK"] >= values["WORLD_SIZE"]:
+        raise ValueError(
+            f"Launcher: expected a rank below WORLD_SIZE {values['WORLD_SIZE']}, got "
+            f"{values['RANK']} for the "
+            "environment variable RANK. Start with torchrun, or correct the two."
+        )
+    return Place(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], is_launched=True)
+
+
+def start_process_groups(args: argparse.Namespace, place: Place) -> None:
+    """Initialise torch.distributed and megatron-core's groups, with every rank data-parallel.
+
+    Args:
+        args: Validated arguments.
+        place: From ``find_place``.
+
+    Raises:
+        ValueError: NCCL on a host without CUDA, or fewer devices than local ranks.
+    """
+    from megatron.core import parallel_state
+
+    has_cuda = torch.cuda.is_available()
+    backend = args.distributed_backend or ("nccl" if has_cuda else "gloo")
+    if backend == "nccl" and not has_cuda:
+        raise ValueError(
+            "Backend: expected gloo on a host without CUDA, got nccl for --distributed-backend. "
+            "Drop the flag."
+        )
+    if has_cuda:
+        if place.local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"Devices: expected at most {torch.cuda.device_count()} local rank(s), one per "
+                "CUDA device, got local "
+                f"rank {place.local_rank} for --nproc_per_node. Start fewer ranks per node."
+            )
+        torch.cuda.set_device(place.local_rank)
+    dist.init_process_group(
+        backend,
+        store=None if place.is_launched else dist.HashStore(),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+    )
+    parallel_state.initialize_model_parallel()

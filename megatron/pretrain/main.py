@@ -1,0 +1,104 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one pretraining from the command line to the last line of its log.
+
+Everything that a user can get wrong on the command line is checked before the first collective, on
+every rank alike.
+"""
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.pretrain.arguments import parse_arguments
+from megatron.pretrain.launcher import Place, find_place, start_process_groups
+from megatron.pretrain.requirements import DDP_FLAGS, FSDP_V2_FLAGS
+from megatron.pretrain.validation import validate
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line that makes sense, and where in the run this process stands."""
+
+    words: tuple[str, ...]
+    args: argparse.Namespace
+    place: Place
+
+
+def read_command(argv: Sequence[str], environment: Mapping[str, str]) -> Command:
+    """Read and check the command line; quick, because megatron-core is not imported yet.
+
+    Args:
+        argv: The words after the script's name.
+        environment: Usually ``os.environ``.
+    """
+    place = find_place(environment)
+    args = parse_arguments(argv)
+    validate(args, place.world_size)
+    return Command(tuple(argv), args, place)
+
+
+def pretrain(command: Command) -> None:
+    """Train a GPT as the flags say."""
+    from megatron.pretrain import data, model, plot, training
+    from megatron.pretrain.log import TrainingLog
+
+    args, place = command.args, command.place
+    model.uses_transformer_engine(args)
+    data.check_data(args)
+    start_process_groups(args, place)
+    data.prepare_corpus(args, place)
+    log = TrainingLog(args, is_writer=place.rank == place.world_size - 1)
+    state = training.build_train_state(args, data.build_iterators(args), log)
+    training.train(state)
+
+    end = f"iteration {args.train_iters}"
+    training.report_evaluation(
+        state, args.train_iters, state.data.valid, f"{end} on validation set"
+    )
+    training.report_evaluation(
+        state, args.train_iters, state.data.test, f"{end} on test set", is_test=True
+    )
+    if args.plot and log.is_writer:
+        wrapper = "Megatron-FSDP v2" if args.use_megatron_fsdp_v2 else "megatron-core DDP"
+        plot.draw_loss_curve(log.history, args.plot, f"{wrapper}, {place.world_size} rank(s)")
+        log.print(f"Loss curve: {args.plot}")
+    other = "megatron-core's DDP" if args.use_megatron_fsdp_v2 else "Megatron-FSDP v2"
+    log.print(f"Next, the same with {other}: {suggest_next(command)}")
+    log.close()
+    stop_process_groups()
+
+
+def stop_process_groups() -> None:
+    """Leave the process groups; called on every rank at the end."""
+    import torch.distributed as dist
+
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def suggest_next(command: Command) -> str:
+    """Return the command that trains the same model with the other data-parallel wrapper."""
+    is_v2 = command.args.use_megatron_fsdp_v2
+    words = _without(command.words, FSDP_V2_FLAGS if is_v2 else DDP_FLAGS)
+    if not is_v2:
+        words.insert(0, "--use-megatron-fsdp-v2")
+    launcher = ["python"]
+    if command.place.is_launched:
+        launcher = ["torchrun", "--nproc_per_node", str(command.place.world_size)]
+    return shlex.join([*launcher, "pretrain_gpt.py", *words])
+
+
+def _without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Drop the flags and their values."""
+    kept: list[str] = []
+    is_dropping = False
+    for word in words:
+        if word.startswith("--"):
+            is_dropping = word.split("=", 1)[0] in flags
+        if not is_dropping:
+            kept.append(word)
+    return kept

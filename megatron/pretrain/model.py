@@ -1,0 +1,158 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Builds megatron-core's GPTModel from the arguments and wraps it for data parallelism.
+
+With ``--use-megatron-fsdp-v2`` the wrapper is Megatron-FSDP v2's, otherwise megatron-core's DDP:
+the model inside is the same, weight for weight.
+"""
+
+import argparse
+import importlib.util
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.pretrain.attention import SdpaCoreAttention
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}
+
+
+def build_model(args: argparse.Namespace) -> MegatronModule:
+    """Build the model on this rank's device and wrap it.
+
+    Args:
+        args: Validated arguments.
+
+    Returns:
+        A data-parallel wrapper (megatron-core's DDP interface) around, with ``--bf16``, a
+        Float16Module around the GPTModel. Initial weights follow from ``--seed`` alone and are
+        equal on all ranks.
+    """
+    config = _build_config(args)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model: MegatronModule = GPTModel(
+        config=config,
+        transformer_layer_spec=_build_layer_spec(args, uses_te=uses_transformer_engine(args)),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        pg_collection=groups,
+    )
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    if torch.cuda.is_available():
+        model = model.cuda(torch.cuda.current_device())
+    if args.bf16:
+        model = Float16Module(config, model)
+    return _wrap(args, config, model, groups)
+
+
+def uses_transformer_engine(args: argparse.Namespace) -> bool:
+    """Whether the layers are TransformerEngine's.
+
+    Raises:
+        ValueError: They were asked for and cannot run here.
+    """
+    is_possible = (
+        torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    )
+    if args.transformer_impl == "transformer_engine" and not is_possible:
+        raise ValueError(
+            "Layers: expected CUDA and an installed transformer-engine, got a host that lacks one "
+            "of them for "
+            "--transformer-impl transformer_engine. Install it, or use --transformer-impl local."
+        )
+    return is_possible and args.transformer_impl != "local"
+
+
+def _build_config(args: argparse.Namespace) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels,
+        hidden_dropout=args.hidden_dropout,
+        attention_dropout=args.attention_dropout,
+        add_bias_linear=not args.disable_bias_linear,
+        add_qkv_bias=args.add_qkv_bias,
+        gated_linear_unit=args.swiglu,
+        activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        normalization=args.normalization,
+        layernorm_epsilon=args.norm_epsilon,
+        qk_layernorm=args.qk_layernorm,
+        init_method_std=args.init_method_std,
+        bf16=args.bf16,
+        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        pipeline_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        calculate_per_token_loss=args.calculate_per_token_loss,
+        recompute_granularity=args.recompute_granularity,
+        recompute_method=args.recompute_method,
+        recompute_num_layers=args.recompute_num_layers,
+        # These need Apex, TransformerEngine or a C++ compiler at run time.
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+    )
+
+
+def _build_layer_spec(args: argparse.Namespace, *, uses_te: bool) -> ModuleSpec:
+    if uses_te:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=args.qk_layernorm, normalization=args.normalization
+    )
+    spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
+    return spec
+
+
+def _wrap(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    model: MegatronModule,
+    groups: ProcessGroupCollection,
+) -> MegatronModule:
+    """Wrap for data parallelism; gradients are reduced in fp32 unless ``--grad-reduce-in-bf16``."""
+    if args.use_megatron_fsdp_v2:
+        from megatron.core.distributed.fsdp import mcore_fsdp_v2_adapter as v2
+
+        ddp_config = v2.DistributedDataParallelConfig(
+            use_megatron_fsdp_v2=True,
+            data_parallel_sharding_strategy=args.data_parallel_sharding_strategy,
+            grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
+            megatron_fsdp_main_params_dtype=_DTYPES[args.megatron_fsdp_main_params_dtype],
+            megatron_fsdp_main_grads_dtype=_DTYPES[args.megatron_fsdp_main_grads_dtype],
+            megatron_fsdp_grad_comm_dtype=_DTYPES[args.megatron_fsdp_grad_comm_dtype],
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
+        )
+        return v2.FullyShardedDataParallel(config, ddp_config, model, pg_collection=groups)
+
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    plain_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        bucket_size=args.ddp_bucket_size,
+        average_in_collective=args.ddp_average_in_collective,
+        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
+    )
+    return DistributedDataParallel(config, plain_config, model)

@@ -1,0 +1,121 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses a flag in a run in which it would do nothing, by one table.
+
+Whether a value is a sensible one is not decided here.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FSDP_V2_FLAGS = (
+    "--use-megatron-fsdp-v2",
+    "--data-parallel-sharding-strategy",
+    "--megatron-fsdp-main-params-dtype",
+    "--megatron-fsdp-main-grads-dtype",
+    "--megatron-fsdp-grad-comm-dtype",
+)
+DDP_FLAGS = (
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--ddp-bucket-size",
+    "--ddp-average-in-collective",
+)
+_ADAM_FLAGS = ("--adam-beta1", "--adam-beta2", "--adam-eps")
+_WSD_FLAGS = ("--lr-wsd-decay-style", "--lr-wsd-decay-iters")
+_FULL_RECOMPUTE_FLAGS = ("--recompute-method", "--recompute-num-layers")
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Flags that do something only in a run for which ``is_met`` holds."""
+
+    flags: tuple[str, ...]
+    needs: str
+    is_met: Callable[[argparse.Namespace], bool]
+
+
+def has_files(args: argparse.Namespace) -> bool:
+    """Whether the run reads .bin/.idx files that the user named."""
+    return any((args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path))
+
+
+def _reads_one_blend(args: argparse.Namespace) -> bool:
+    return bool(args.data_path) or not (has_files(args) or args.mock_data)
+
+
+def _has_sharded_overlap(args: argparse.Namespace) -> bool:
+    return bool(args.use_distributed_optimizer and args.overlap_grad_reduce)
+
+
+_R = Requirement
+REQUIREMENTS = (
+    _R(("--num-query-groups",), "--group-query-attention", lambda a: a.group_query_attention),
+    _R(
+        ("--rotary-base", "--rotary-percent"),
+        "--position-embedding-type rope",
+        lambda a: a.position_embedding_type == "rope",
+    ),
+    _R(("--add-qkv-bias",), "--disable-bias-linear", lambda a: a.disable_bias_linear),
+    _R(("--split",), "--data-path or no data flag", _reads_one_blend),
+    _R(
+        ("--data-cache-path", "--no-mmap-bin-files"),
+        "data in files, not --mock-data",
+        lambda a: not a.mock_data,
+    ),
+    _R(
+        ("--vocab-size",),
+        "--data-path or --mock-data (the byte corpus has 256 ids)",
+        lambda a: has_files(a) or a.mock_data,
+    ),
+    _R(("--eval-interval",), "--eval-iters above 0", lambda a: a.eval_iters > 0),
+    _R(
+        _FULL_RECOMPUTE_FLAGS,
+        "--recompute-granularity full",
+        lambda a: a.recompute_granularity == "full",
+    ),
+    _R(_ADAM_FLAGS, "--optimizer adam", lambda a: a.optimizer == "adam"),
+    _R(("--sgd-momentum",), "--optimizer sgd", lambda a: a.optimizer == "sgd"),
+    _R(_WSD_FLAGS, "--lr-decay-style WSD", lambda a: a.lr_decay_style == "WSD"),
+    _R(
+        ("--start-weight-decay", "--end-weight-decay"),
+        "--weight-decay-incr-style linear or cosine",
+        lambda a: a.weight_decay_incr_style != "constant",
+    ),
+    _R(
+        ("--weight-decay",),
+        "--weight-decay-incr-style constant",
+        lambda a: a.weight_decay_incr_style == "constant",
+    ),
+    _R(("--grad-reduce-in-bf16",), "--bf16", lambda a: a.bf16),
+    _R(FSDP_V2_FLAGS, "--use-megatron-fsdp-v2", lambda a: a.use_megatron_fsdp_v2),
+    _R(
+        DDP_FLAGS,
+        "megatron-core's DDP, not --use-megatron-fsdp-v2 (which shards and overlaps by itself)",
+        lambda a: not a.use_megatron_fsdp_v2,
+    ),
+    _R(
+        ("--overlap-param-gather",),
+        "--use-distributed-optimizer --overlap-grad-reduce",
+        _has_sharded_overlap,
+    ),
+    _R(("--ddp-bucket-size",), "--overlap-grad-reduce", lambda a: a.overlap_grad_reduce),
+    _R(("--tensorboard-log-interval",), "--tensorboard-dir", lambda a: a.tensorboard_dir),
+)
+
+
+def check_requirements(args: argparse.Namespace) -> None:
+    """Check the flags written on the command line against the table.
+
+    Raises:
+        ValueError: A flag would do nothing.
+    """
+    for requirement in REQUIREMENTS:
+        for flag in requirement.flags:
+            if flag in args.given and not requirement.is_met(args):
+                raise ValueError(
+                    f"Flag without effect: expected {requirement.needs}, got a run without it "
+                    f"for {flag}. Add what it needs, or drop {flag}."
+                )

@@ -1,0 +1,269 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Trains and evaluates, with megatron-core's schedules and optimizers.
+
+The loop treats the model as any of megatron-core's data-parallel wrappers; what is sharded, when
+weights are gathered and when gradients are reduced is the wrapper's affair.
+"""
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    get_num_microbatches,
+    init_num_microbatches_calculator,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig
+from megatron.pretrain.data import Batch, DataIterators
+from megatron.pretrain.log import StepResult, TrainingLog
+from megatron.pretrain.model import build_model
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """All that a run holds on this rank."""
+
+    args: argparse.Namespace
+    model: MegatronModule
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+    data: DataIterators
+    log: TrainingLog
+
+
+def build_train_state(
+    args: argparse.Namespace, data: DataIterators, log: TrainingLog
+) -> TrainState:
+    """Build model, optimizer and schedules; called on every rank.
+
+    Args:
+        args: Validated arguments.
+        data: This rank's iterators.
+        log: Where the loop reports.
+    """
+    _seed_everything(args.seed)
+    destroy_num_microbatches_calculator()
+    init_num_microbatches_calculator(
+        rank=torch.distributed.get_rank(),
+        rampup_batch_size=None,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+    )
+    model = build_model(args)
+    optimizer = _build_optimizer(args, model)
+    scheduler = _build_scheduler(args, optimizer)
+    config = get_model_config(model)
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if args.overlap_grad_reduce or args.use_megatron_fsdp_v2:
+        # Without it the wrapper reduces with every microbatch.
+        config.no_sync_func = model.no_sync
+        config.grad_sync_func = model.start_grad_sync
+    return TrainState(args, model, optimizer, scheduler, data, log)
+
+
+def train(state: TrainState) -> None:
+    """Run all iterations, with an evaluation after every --eval-interval of them."""
+    args, log = state.args, state.log
+    state.model.train()
+    log.restart_clock()
+    for iteration in range(1, args.train_iters + 1):
+        result = train_step(state)
+        log.record_step(iteration, result)
+        if iteration % args.log_interval == 0:
+            log.write_interval(iteration, result)
+        if iteration % args.eval_interval == 0:
+            started_s = time.perf_counter()
+            report_evaluation(state, iteration, state.data.valid, f"iteration {iteration}")
+            log.exclude(time.perf_counter() - started_s)
+
+
+def train_step(state: TrainState) -> StepResult:
+    """Run one iteration: all microbatches, then one update of the weights.
+
+    Returns:
+        Numbers that are equal on all ranks.
+    """
+    args, optimizer = state.args, state.optimizer
+    state.model.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = _run_schedule(state, state.data.train, forward_only=False)
+    is_updated, grad_norm, num_zeros = optimizer.step()
+    if is_updated:
+        state.scheduler.step(increment=args.global_batch_size)
+    total, num_tokens = _sum_over_ranks(losses)
+    return StepResult(
+        lm_loss=total / num_tokens if num_tokens else math.nan,
+        grad_norm=None if grad_norm is None else float(grad_norm),
+        num_zeros=None if num_zeros is None else float(num_zeros),
+        loss_scale=float(optimizer.get_loss_scale()),
+        learning_rate=_current_learning_rate(optimizer),
+        is_skipped=not is_updated,
+    )
+
+
+def report_evaluation(
+    state: TrainState,
+    iteration: int,
+    data: Iterator[Batch] | None,
+    place: str,
+    *,
+    is_test: bool = False,
+) -> None:
+    """Evaluate --eval-iters global batches and log the mean loss; without data, do nothing.
+
+    Args:
+        state: The run.
+        iteration: After which the evaluation takes place.
+        data: This rank's microbatches.
+        place: For the log line.
+        is_test: Whether it is the test set.
+    """
+    if data is None:
+        return
+    state.model.eval()
+    total = num_tokens = 0.0
+    with torch.no_grad():
+        for _ in range(state.args.eval_iters):
+            part, part_tokens = _sum_over_ranks(_run_schedule(state, data, forward_only=True))
+            total += part
+            num_tokens += part_tokens
+    state.model.train()
+    lm_loss = total / num_tokens if num_tokens else math.nan
+    state.log.write_validation(iteration, lm_loss, place, is_test=is_test)
+
+
+def _run_schedule(
+    state: TrainState, data: Iterator[Batch], *, forward_only: bool
+) -> list[dict[str, torch.Tensor]]:
+    losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, state.args),
+        data_iterator=data,
+        model=[state.model],
+        num_microbatches=get_num_microbatches(),
+        seq_length=state.args.seq_length,
+        micro_batch_size=state.args.micro_batch_size,
+        forward_only=forward_only,
+    )
+    return losses
+
+
+def _forward_step(args: argparse.Namespace, data: Iterator[Batch], model: MegatronModule) -> Any:
+    batch = next(data)
+    token_losses = model(
+        batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"]
+    )
+    return token_losses, partial(_sum_losses, args, batch["loss_mask"])
+
+
+def _sum_losses(args: argparse.Namespace, mask: torch.Tensor, token_losses: torch.Tensor) -> Any:
+    """Sum the losses of one microbatch; the schedule divides by the number of tokens.
+
+    Returns:
+        Sum, number of unmasked tokens, and both again for the log.
+
+    Raises:
+        RuntimeError: The loss is no number.
+    """
+    mask = mask.view(-1).float()
+    total = torch.sum(token_losses.float().view(-1) * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    if args.check_for_nan_in_loss_and_grad and not torch.isfinite(total):
+        raise RuntimeError(
+            f"Loss: expected a finite sum, got {total.item()} on rank "
+            f"{torch.distributed.get_rank()} for the current "
+            "microbatch. Lower --lr or check the data; --no-check-for-nan-in-loss-and-grad goes on "
+            "regardless."
+        )
+    return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total.dtype)])}
+
+
+def _sum_over_ranks(losses: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
+    """Add up [sum of losses, number of tokens] over microbatches and data-parallel ranks."""
+    pair = torch.stack([loss["lm loss"] for loss in losses]).double().sum(dim=0)
+    torch.distributed.all_reduce(
+        pair, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    total, num_tokens = pair.tolist()
+    return total, num_tokens
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _build_optimizer(args: argparse.Namespace, model: MegatronModule) -> Any:
+    if args.use_megatron_fsdp_v2:
+        from megatron.core.optimizer.fully_sharded_optimizer import get_megatron_optimizer
+    else:
+        from megatron.core.optimizer import get_megatron_optimizer
+    config = OptimizerConfig(
+        optimizer=args.optimizer,
+        lr=args.lr,
+        min_lr=args.min_lr,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        sgd_momentum=args.sgd_momentum,
+        clip_grad=args.clip_grad,
+        log_num_zeros_in_grad=args.log_num_zeros_in_grad,
+        bf16=args.bf16,
+        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        overlap_param_gather=args.overlap_param_gather,
+    )
+    return get_megatron_optimizer(config, [model])
+
+
+def _build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
+    batch = args.global_batch_size
+    decay_steps = args.lr_decay_iters * batch
+    if args.lr_warmup_fraction is None:
+        warmup_steps = args.lr_warmup_iters * batch
+    else:
+        warmup_steps = args.lr_warmup_fraction * decay_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=args.train_iters * batch,
+        wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=False,
+        wsd_decay_steps=None
+        if args.lr_wsd_decay_iters is None
+        else args.lr_wsd_decay_iters * batch,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
+
+
+def _current_learning_rate(optimizer: Any) -> float:
+    return float(
+        next(group["lr"] for group in optimizer.param_groups if group.get("default_config", True))
+    )

@@ -1,0 +1,255 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Decides whether the values of the flags fit together, and fills in those that follow from others.
+
+It looks at nothing but the arguments and the number of ranks, so that every rank comes to the same
+answer before the first collective. Files are checked by ``data.py``.
+"""
+
+import argparse
+
+from megatron.pretrain.requirements import check_requirements, has_files
+
+BYTE_VOCAB_SIZE = 256
+
+
+def validate(args: argparse.Namespace, world_size: int) -> None:
+    """Check the arguments against each other and complete them in place.
+
+    Args:
+        args: From ``parse_arguments``.
+        world_size: Number of ranks; all of them are data-parallel.
+
+    Raises:
+        ValueError: Two values do not fit together, or a flag would do nothing.
+        NotImplementedError: A parallelism other than data parallelism.
+    """
+    check_requirements(args)
+    _check_parallelism(args)
+    _complete_model(args)
+    _complete_data(args)
+    _complete_batch(args, world_size)
+    _complete_schedules(args)
+    _check_recompute(args)
+
+
+def _fail(what: str, expected: str, found: str, flag: str, cure: str) -> None:
+    raise ValueError(f"{what}: expected {expected}, got {found} for {flag}. {cure}.")
+
+
+def _check_parallelism(args: argparse.Namespace) -> None:
+    for name in ("tensor_model", "pipeline_model", "context", "expert_model"):
+        size = getattr(args, f"{name}_parallel_size")
+        if size != 1:
+            flag = f"--{name.replace('_', '-')}-parallel-size"
+            raise NotImplementedError(
+                f"Parallelism: expected 1, got {size} for {flag}. Drop it: all ranks train "
+                "data-parallel for now."
+            )
+
+
+def _complete_model(args: argparse.Namespace) -> None:
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    if args.kv_channels is None:
+        if hidden % heads:
+            _fail(
+                "Head width",
+                f"a divisor of --hidden-size {hidden}",
+                str(heads),
+                "--num-attention-heads",
+                "Change one of them, or give --kv-channels",
+            )
+        args.kv_channels = hidden // heads
+    if args.position_embedding_type == "rope" and args.kv_channels % 2:
+        _fail(
+            "Head width",
+            "an even width for rotary embeddings",
+            str(args.kv_channels),
+            "--kv-channels",
+            "Change the width or --position-embedding-type",
+        )
+    if not args.group_query_attention:
+        args.num_query_groups = heads
+    if heads % args.num_query_groups:
+        _fail(
+            "Query groups",
+            f"a divisor of --num-attention-heads {heads}",
+            str(args.num_query_groups),
+            "--num-query-groups",
+            "Change one of them",
+        )
+    if args.ffn_hidden_size is None:
+        args.ffn_hidden_size = (
+            int(4 * hidden * 2 / 3 / 64) * 64 or 64 if args.swiglu else 4 * hidden
+        )
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.max_position_embeddings < args.seq_length:
+        _fail(
+            "Sequence length",
+            f"at most --max-position-embeddings {args.max_position_embeddings}",
+            str(args.seq_length),
+            "--seq-length",
+            "Raise --max-position-embeddings or shorten the sequences",
+        )
+
+
+def _complete_data(args: argparse.Namespace) -> None:
+    if args.mock_data and has_files(args):
+        _fail("Data", "--mock-data or files", "both", "--mock-data", "Drop one of them")
+    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    if args.data_path and any(per_split):
+        _fail(
+            "Data", "--data-path or one flag per split", "both", "--data-path", "Drop one of them"
+        )
+    if any(per_split) and not args.train_data_path:
+        _fail("Data", "a training set", "none", "--train-data-path", "Add it")
+    args.is_byte_corpus = not (args.mock_data or has_files(args))
+    if args.is_byte_corpus:
+        args.vocab_size = BYTE_VOCAB_SIZE
+    if args.vocab_size is None:
+        _fail(
+            "Vocabulary",
+            "the number of token ids in the data",
+            "none",
+            "--vocab-size",
+            "Add it: data in files and mock data do not say it",
+        )
+    _check_split(args)
+    multiple = args.make_vocab_size_divisible_by
+    args.padded_vocab_size = -(-(args.vocab_size + 1) // multiple) * multiple
+
+
+def _check_split(args: argparse.Namespace) -> None:
+    try:
+        weights = [float(word) for word in args.split.split(",")]
+    except ValueError:
+        weights = []
+    if (
+        not 1 <= len(weights) <= 3
+        or min(weights) < 0
+        or not weights[0] > 0
+        or sum(weights) == float("inf")
+    ):
+        _fail(
+            "Split",
+            "up to three weights such as 969,30,1 and the first above 0",
+            repr(args.split),
+            "--split",
+            "Correct it",
+        )
+    weights += [0.0] * (3 - len(weights))
+    reads_split = args.is_byte_corpus or bool(args.data_path)
+    has_validation = (
+        args.mock_data or bool(args.valid_data_path) or (reads_split and weights[1] > 0)
+    )
+    has_test = args.mock_data or bool(args.test_data_path) or (reads_split and weights[2] > 0)
+    if args.eval_iters > 0 and not (has_validation or has_test):
+        _fail(
+            "Evaluation",
+            "data to evaluate on",
+            "none",
+            "--eval-iters",
+            "Give validation a weight in --split or name --valid-data-path, or set --eval-iters 0",
+        )
+
+
+def _complete_batch(args: argparse.Namespace, world_size: int) -> None:
+    per_step = args.micro_batch_size * world_size
+    if args.global_batch_size is None:
+        args.global_batch_size = per_step
+    if args.global_batch_size % per_step:
+        _fail(
+            "Batch size",
+            f"a multiple of {per_step} (--micro-batch-size {args.micro_batch_size} x {world_size} "
+            "data-parallel ranks)",
+            str(args.global_batch_size),
+            "--global-batch-size",
+            "Change one of the three",
+        )
+
+
+def _complete_schedules(args: argparse.Namespace) -> None:
+    if args.lr_decay_iters is None:
+        args.lr_decay_iters = args.train_iters
+    if args.lr_warmup_fraction is not None and "--lr-warmup-iters" in args.given:
+        _fail(
+            "Warm-up",
+            "--lr-warmup-iters or --lr-warmup-fraction",
+            "both",
+            "--lr-warmup-iters",
+            "Drop one of them",
+        )
+    warmup = (
+        args.lr_warmup_iters
+        if args.lr_warmup_fraction is None
+        else args.lr_warmup_fraction * args.lr_decay_iters
+    )
+    if warmup >= args.lr_decay_iters:
+        _fail(
+            "Warm-up",
+            f"less than the {args.lr_decay_iters} iterations of the decay",
+            f"{warmup:g}",
+            "--lr-warmup-iters" if args.lr_warmup_fraction is None else "--lr-warmup-fraction",
+            "Shorten the warm-up or raise --lr-decay-iters",
+        )
+    if args.min_lr > args.lr:
+        _fail(
+            "Learning rate",
+            f"at most --lr {args.lr:g}",
+            f"{args.min_lr:g}",
+            "--min-lr",
+            "Lower it or raise --lr",
+        )
+    if args.lr_warmup_init > args.lr:
+        _fail(
+            "Learning rate",
+            f"at most --lr {args.lr:g}",
+            f"{args.lr_warmup_init:g}",
+            "--lr-warmup-init",
+            "Lower it or raise --lr",
+        )
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        _fail(
+            "Learning rate",
+            "the length of the last phase of WSD",
+            "none",
+            "--lr-wsd-decay-iters",
+            "Add it",
+        )
+    if args.weight_decay_incr_style == "constant":
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+        return
+    if args.start_weight_decay is None or args.end_weight_decay is None:
+        _fail(
+            "Weight decay",
+            "a start and an end",
+            "at most one",
+            "--weight-decay-incr-style",
+            "Give --start-weight-decay and --end-weight-decay",
+        )
+    if args.end_weight_decay < args.start_weight_decay:
+        _fail(
+            "Weight decay",
+            f"at least --start-weight-decay {args.start_weight_decay:g}",
+            f"{args.end_weight_decay:g}",
+            "--end-weight-decay",
+            "Raise it",
+        )
+
+
+def _check_recompute(args: argparse.Namespace) -> None:
+    if args.recompute_granularity != "full":
+        return
+    if args.recompute_method is None:
+        _fail("Recompute", "uniform or block", "none", "--recompute-method", "Add it")
+    if args.recompute_num_layers is None:
+        args.recompute_num_layers = 1
+    if args.recompute_num_layers > args.num_layers:
+        _fail(
+            "Recompute",
+            f"at most --num-layers {args.num_layers}",
+            str(args.recompute_num_layers),
+            "--recompute-num-layers",
+            "Lower it",
+        )
