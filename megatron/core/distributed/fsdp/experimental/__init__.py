@@ -1,2 +1,32 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
+"""Fully sharded data parallelism for any `torch.nn.Module`: the public names.
+
+Outside code imports from here only. `docs/design.md` says where each part lives.
+"""
+
+from .dbuffer import DBuffer
+from .dtensor import FsdpDTensor, gather_full
+from .fully_shard import fully_shard, fully_shard_context
+from .module import FsdpModule
+from .optimizer import clip_grad_norm_, fully_shard_optimizer
+from .placement import Flat
+from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
+from .schedule import FsdpContext, microbatch
+
+__all__ = [
+    "DBuffer",
+    "Flat",
+    "FsdpContext",
+    "FsdpDTensor",
+    "FsdpModule",
+    "MixedPrecisionPolicy",
+    "Placements",
+    "SchedulePolicy",
+    "clip_grad_norm_",
+    "fully_shard",
+    "fully_shard_context",
+    "fully_shard_optimizer",
+    "gather_full",
+    "microbatch",
+]

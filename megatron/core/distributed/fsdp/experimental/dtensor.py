@@ -1,0 +1,287 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""`FsdpDTensor`: a DTensor whose local part is the run of elements that a group layout gives this rank.
+
+It owns no storage and issues no collective but the gather that a caller asks for by name.
+
+[Note: why a subclass]
+torch's DTensor knows one way to cut dim 0: equal chunks. With any other cut, element-wise operations, norms and
+optimizers are right, because they only look at the local part, but whatever gathers or moves rows (`full_tensor`,
+`redistribute`, matmul, softmax over dim 0) is silently wrong. The subclass answers the first kind, hands its own cut on to
+the results, and raises for the second, so that no tensor derived from a sharded parameter can be quietly wrong.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from . import collectives
+from .layout import GroupLayout
+
+
+@dataclass(frozen=True, eq=False)
+class ShardGeometry:
+    """Which elements of one logical tensor each rank of a mesh owns.
+
+    Attributes:
+        fqn: name of the tensor, for errors.
+        layout: layout of the group that the tensor lies in.
+        index: position of the tensor in that layout.
+        mesh: the mesh whose ranks hold the layout's shards in order; one-dimensional.
+        on_write: called before an in-place operation on the tensor, or None; a weak method, so that tensors do
+            not keep their group alive.
+    """
+
+    fqn: str
+    layout: GroupLayout
+    index: int
+    mesh: DeviceMesh
+    on_write: weakref.WeakMethod[Callable[[], None]] | None = None
+
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        """What decides which elements each rank owns of a tensor of a given size."""
+        return self.layout.slots[self.index].offset, self.layout.shard_numel, self.layout.num_shards
+
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape."""
+        return torch.Size(self.layout.slots[self.index].shape)
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor; every rank of the mesh must call it.
+
+        Args:
+            local: this rank's elements, any shape.
+
+        Returns:
+            The logical shape, same dtype and device, without autograd history.
+        """
+        numels = [
+            self.layout.owned(self.index, shard).numel for shard in range(self.layout.num_shards)
+        ]
+        parts = collectives.all_gather_uneven(
+            local.detach().reshape(-1), numels, self.mesh.get_group(0)
+        )
+        return torch.cat(parts).view(self.shape)
+
+
+class FsdpDTensor(DTensor):
+    """A DTensor cut by a `ShardGeometry`. Made by `shard_dtensor`, never constructed."""
+
+    _geometry: ShardGeometry
+
+    @property
+    def geometry(self) -> ShardGeometry:
+        """Which elements each rank owns."""
+        return self._geometry
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Gather the full tensor; every rank of the mesh must call it.
+
+        Returns:
+            The logical shape, this dtype, without autograd history.
+
+        Raises:
+            NotImplementedError: `grad_placements` is given; gradients do not flow through a sharded parameter.
+        """
+        if grad_placements is not None:
+            raise NotImplementedError(
+                f"full_tensor of {self._geometry.fqn}: expected grad_placements=None, got {grad_placements}. "
+                "Gradients reach sharded parameters through their unit's backward only."
+            )
+        return self._geometry.gather(self._local_tensor)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **kwargs: Any,
+    ) -> DTensor:
+        """Return this tensor as it is, or replicated; every rank of the mesh must call it.
+
+        Raises:
+            NotImplementedError: any other placement, another mesh or further options.
+        """
+        target = None if placements is None else tuple(placements)
+        if device_mesh not in (None, self.device_mesh) or kwargs or target is None:
+            target = None
+        elif target == self.placements:
+            return self
+        elif all(isinstance(placement, Replicate) for placement in target):
+            return DTensor.from_local(
+                self.full_tensor(), self.device_mesh, target, run_check=False
+            )
+        raise NotImplementedError(
+            f"redistribute of {self._geometry.fqn}: expected its own placements or Replicate() on its own mesh, got "
+            f"{placements}. Use full_tensor() and distribute the result."
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation that respects the cut and mark its results; refuse any other."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        operation = _base_name(name)
+        if name != "__get__" and name.endswith("_") and not name.startswith("__"):
+            _notify_writes(args, kwargs)
+        elif name in _DUNDER_WRITES:
+            _notify_writes(args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if operation in _ELEMENTWISE:
+                _check_cuts(operation, args)
+            result = func(*args, **kwargs)
+            if isinstance(result, (DTensor, tuple, list)):
+                _adopt(result, list(_sharded_inputs(args, kwargs)), operation)
+        return result
+
+
+def shard_dtensor(local: torch.Tensor, geometry: ShardGeometry) -> FsdpDTensor:
+    """Return a DTensor of the logical shape around this rank's elements.
+
+    Args:
+        local: the elements that the geometry gives this rank: [rows, *shape[1:]] or 1-D; shared, not copied.
+        geometry: which elements each rank owns.
+    """
+    shape = geometry.shape
+    stride = torch.empty(shape, device="meta").stride()
+    dtensor: Any = DTensor.from_local(
+        local, geometry.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+    )
+    return _mark(dtensor, geometry)
+
+
+def gather_full(tensor: DTensor, like: FsdpDTensor) -> torch.Tensor:
+    """Gather a DTensor that is cut like a sharded parameter, e.g. an optimizer state; every rank must call it.
+
+    Args:
+        tensor: same logical shape and local part as `like`; a plain DTensor where torch has lost the cut.
+        like: the sharded parameter.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    geometry = like.geometry
+    local = tensor.to_local()
+    if tensor.shape != like.shape or local.numel() != like._local_tensor.numel():
+        raise ValueError(
+            f"gather_full: expected a tensor cut like {geometry.fqn} {tuple(like.shape)}, got shape "
+            f"{tuple(tensor.shape)}. Pass the parameter that the tensor belongs to."
+        )
+    return geometry.gather(local)
+
+
+def _mark(dtensor: Any, geometry: ShardGeometry) -> FsdpDTensor:
+    dtensor.__class__ = FsdpDTensor
+    dtensor._geometry = geometry
+    marked: FsdpDTensor = dtensor
+    return marked
+
+
+_ELEMENTWISE = frozenset(
+    """
+    abs acos add addcdiv addcmul asin atan bernoulli bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp
+    clamp_max clamp_min clip clone contiguous copy cos cosh cpu cuda data deepcopy detach div divide dropout double empty_like eq
+    erf exp expm1 exponential fill float floor floor_divide full_like ge get gt half isfinite isinf isnan ldexp le lerp log
+    log10 log1p log2 logical_and logical_not logical_or logical_xor lt maximum minimum mul multiply nan_to_num ne neg
+    normal ones_like positive pow rand_like randn_like real reciprocal relu remainder requires_grad round rsqrt rsub sgn
+    sigmoid sign sin sinh sqrt square sub subtract tan tanh to truediv true_divide trunc trunc_divide type type_as
+    uniform where zero zeros_like
+    fused_adam fused_adamw fused_adagrad fused_sgd
+    """.split()
+)
+_REDUCTIONS = frozenset("all amax amin any count_nonzero norm sum vector_norm".split())
+_DUNDER_WRITES = frozenset(
+    "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__ __iand__ __ior__ __ixor__ __ifloordiv__ __imod__ "
+    "__setitem__".split()
+)
+
+
+def _base_name(name: str) -> str:
+    """Return the operation behind a torch function's name: ``_foreach_mul_`` and ``__rmul__`` are both ``mul``."""
+    base = name
+    if base.startswith("__") and base.endswith("__"):
+        base = base[2:-2]
+        if base[:1] in ("i", "r") and base[1:] in _ELEMENTWISE:
+            base = base[1:]
+    base = base.removeprefix("_foreach_").removeprefix("linalg_")
+    return base.strip("_")
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _sharded_inputs(args: Any, kwargs: dict[str, Any]) -> Iterator[FsdpDTensor]:
+    for tensor in _tensors((args, tuple(kwargs.values()))):
+        if isinstance(tensor, FsdpDTensor):
+            yield tensor
+
+
+def _notify_writes(args: Any, kwargs: dict[str, Any]) -> None:
+    for tensor in _sharded_inputs(args[:1], kwargs):
+        reference = tensor._geometry.on_write
+        callback = None if reference is None else reference()
+        if callback is not None:
+            callback()
+
+
+def _check_cuts(operation: str, args: tuple[Any, ...]) -> None:
+    """Refuse to combine two sharded tensors of one shape that are cut differently; the same answer on every rank."""
+    operands = [tensor for tensor in args if isinstance(tensor, DTensor) and _is_cut(tensor)]
+    source = next((tensor for tensor in operands if isinstance(tensor, FsdpDTensor)), None)
+    for operand in operands:
+        if source is None or operand.shape != source.shape:
+            continue
+        if not isinstance(operand, FsdpDTensor) or operand._geometry.cut != source._geometry.cut:
+            raise RuntimeError(
+                f"{operation} of the sharded parameter {source._geometry.fqn}: expected operands cut as it is, got a "
+                f"DTensor of the same shape with another cut. Call full_tensor() on the operands first."
+            )
+
+
+def _is_cut(tensor: DTensor) -> bool:
+    return any(placement.is_shard() for placement in tensor.placements)
+
+
+def _adopt(result: Any, inputs: Sequence[FsdpDTensor], operation: str) -> None:
+    """Mark the DTensors of a result with the cut of the inputs they come from, or refuse the operation."""
+    outputs = [tensor for tensor in _tensors(result) if isinstance(tensor, DTensor)]
+    for position, output in enumerate(outputs):
+        if isinstance(output, FsdpDTensor):
+            continue
+        source = inputs[position] if len(outputs) > 1 and position < len(inputs) else inputs[0]
+        if operation in _ELEMENTWISE and _cut_alike(output, source):
+            _mark(output, source._geometry)
+        elif operation not in _REDUCTIONS or output.ndim > 0 or _is_cut(output):
+            raise RuntimeError(
+                f"{operation} of the sharded parameter {source._geometry.fqn}: expected an element-wise operation "
+                "or a reduction to a scalar, since this rank holds a run of elements that torch cannot describe. "
+                "Call full_tensor() first, or use the parameter inside its unit's forward."
+            )
+
+
+def _cut_alike(output: DTensor, source: FsdpDTensor) -> bool:
+    return (
+        output.shape == source.shape
+        and output.placements == source.placements
+        and output._local_tensor.shape == source._local_tensor.shape
+    )

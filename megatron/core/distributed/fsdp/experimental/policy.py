@@ -1,0 +1,160 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""What a user may choose: where states lie, in which dtypes, and how far ahead to communicate.
+
+Frozen values only. Nothing here acts; a choice without a meaning is refused when the value is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Megatron's names for what the inner data-parallel axis shards: nothing, ZeRO-1, ZeRO-2, ZeRO-3."""
+
+OUTER_STRATEGIES = ("no_shard", "optim")
+"""What the outer axis of a two-axis mesh shards: nothing (HSDP) or the optimizer state (HFSDP)."""
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Where compute weights, main gradients and main weights lie on the data-parallel mesh axes.
+
+    Attributes:
+        dp_axes: names or indices of the mesh axes, outer to inner.
+        parameter: placement of the compute weights between uses, one per axis: `Shard(0)` or `Replicate()`.
+        gradient: placement of the accumulated main gradients, one per axis.
+        optimizer: placement of the main weights and the optimizer state, one per axis.
+    """
+
+    dp_axes: tuple[str | int, ...]
+    parameter: tuple[Placement, ...]
+    gradient: tuple[Placement, ...]
+    optimizer: tuple[Placement, ...]
+
+    def __post_init__(self) -> None:
+        for field in ("parameter", "gradient", "optimizer"):
+            value = getattr(self, field)
+            if len(value) != len(self.dp_axes) or any(
+                item != Shard(0) and not isinstance(item, Replicate) for item in value
+            ):
+                raise ValueError(
+                    f"Placements.{field}: expected one Shard(0) or Replicate() for each of the axes "
+                    f"{self.dp_axes}, got {value}. Use Placements.from_strategy for the named strategies."
+                )
+
+    @classmethod
+    def from_strategy(
+        cls, strategy: str, *, outer: str | None = None, dp_axes: Sequence[str | int] | None = None
+    ) -> Placements:
+        """Return the placements of a named strategy.
+
+        Args:
+            strategy: what the inner axis shards, one of `STRATEGIES`.
+            outer: what the outer axis shards, one of `OUTER_STRATEGIES`; None for a mesh of one axis.
+            dp_axes: the mesh axes, outer to inner; None means the first one or two.
+
+        Raises:
+            ValueError: an unknown name, or axes that do not fit `outer`.
+        """
+        num_axes = 1 if outer is None else 2
+        axes = tuple(range(num_axes)) if dp_axes is None else tuple(dp_axes)
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy: expected one of {STRATEGIES}, got {strategy!r}.")
+        if outer is not None and outer not in OUTER_STRATEGIES:
+            raise ValueError(f"outer strategy: expected one of {OUTER_STRATEGIES}, got {outer!r}.")
+        if len(axes) != num_axes:
+            raise ValueError(
+                f"dp_axes: expected {num_axes} axes for outer={outer!r}, got {axes}. "
+                "Give `outer` exactly when the mesh has an outer data-parallel axis."
+            )
+        level = STRATEGIES.index(strategy)
+        inner = {3: level >= 3, 2: level >= 2, 1: level >= 1}
+        heads: tuple[Placement, ...] = () if outer is None else (Replicate(),)
+        outer_state: tuple[Placement, ...] = (Shard(0),) if outer == "optim" else heads
+
+        def place(shards: bool) -> Placement:
+            return Shard(0) if shards else Replicate()
+
+        return cls(
+            axes,
+            (*heads, place(inner[3])),
+            (*heads, place(inner[2])),
+            (*outer_state, place(inner[1])),
+        )
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of what the runtime keeps and sends; the compute dtype is the dtype of the module's parameters.
+
+    Attributes:
+        main_params_dtype: dtype of the main weights, which the optimizer updates. None keeps the compute dtype.
+        main_grads_dtype: dtype in which gradients accumulate over microbatches. None means the dtype of the main
+            weights, which is what a torch optimizer expects of ``.grad``.
+        grad_comm_dtype: dtype in which gradients are sent. None means `main_grads_dtype`.
+    """
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
+            value = getattr(self, field)
+            if value is not None and not (
+                isinstance(value, torch.dtype) and value.is_floating_point
+            ):
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{field}: expected a floating-point torch.dtype or None, got {value!r}."
+                )
+
+
+@dataclass(frozen=True)
+class SchedulePolicy:
+    """How far ahead of compute a unit gathers weights, and how long it keeps them.
+
+    Attributes:
+        forward_prefetch_units: successors in forward order to gather while a unit computes; 0 turns it off.
+        backward_prefetch_units: the same in backward order.
+        forward_prefetch_numel: upper bound on the parameter elements gathered ahead; None for no bound.
+        backward_prefetch_numel: the same in backward.
+        reshard_after_forward: whether weights are released between forward and backward. None means yes except
+            for the root, whose weights backward needs first.
+    """
+
+    forward_prefetch_units: int = 1
+    backward_prefetch_units: int = 1
+    forward_prefetch_numel: int | None = None
+    backward_prefetch_numel: int | None = None
+    reshard_after_forward: bool | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("forward_prefetch_units", "backward_prefetch_units"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"SchedulePolicy.{field}: expected an int >= 0, got {value!r}.")
+        for direction in ("forward", "backward"):
+            numel = getattr(self, f"{direction}_prefetch_numel")
+            if numel is None:
+                continue
+            if not isinstance(numel, int) or isinstance(numel, bool) or numel < 1:
+                raise ValueError(
+                    f"SchedulePolicy.{direction}_prefetch_numel: expected an int >= 1 or None, got {numel!r}. "
+                    f"Set {direction}_prefetch_units=0 to turn prefetch off."
+                )
+            if getattr(self, f"{direction}_prefetch_units") == 0:
+                raise ValueError(
+                    f"SchedulePolicy.{direction}_prefetch_numel: expected None with "
+                    f"{direction}_prefetch_units=0, got {numel}; it would have no effect."
+                )
+        if self.reshard_after_forward not in (None, True, False):
+            raise ValueError(
+                f"SchedulePolicy.reshard_after_forward: expected True, False or None, got "
+                f"{self.reshard_after_forward!r}."
+            )

@@ -1,0 +1,398 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""`FsdpContext`: when each unit gathers, releases and reduces, and on which stream.
+
+It owns streams, orders, the microbatch flag and the reductions in flight. What happens to the data is the parameter
+group's; which point of a module's life has come is the module's.
+
+[Note: home streams]
+A buffer is allocated and freed on one stream, its home: gathered weights on the all-gather stream, packed gradients on
+the stream that computed them. Any other stream that uses it waits before the use, and its home waits after it. There
+is no record_stream and no host synchronisation; each wait below names the hazard that it removes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from .device import Event, Stream, current_stream, new_stream, profile_range
+from .indexed_order import IndexedOrder
+from .parameter_group import FsdpParameterGroup
+from .policy import SchedulePolicy
+
+MAX_REDUCTIONS_IN_FLIGHT = 1
+"""Units whose packed gradients are kept while the next unit packs its own: two full-size buffers in all."""
+
+
+class Unit(Protocol):
+    """What the schedule needs of an `FsdpModule`."""
+
+    unshard_event: Event | None
+
+    @property
+    def name(self) -> str:
+        """The unit's name."""
+        ...
+
+    @property
+    def parameter_groups(self) -> tuple[FsdpParameterGroup, ...]:
+        """The unit's groups."""
+        ...
+
+    @property
+    def num_parameter_elements(self) -> int:
+        """Elements of the unit's full parameters."""
+        ...
+
+    @property
+    def schedule_policy(self) -> SchedulePolicy:
+        """The unit's prefetch budgets."""
+        ...
+
+    def is_resting(self) -> bool:
+        """Return whether no forward or backward of the unit is under way."""
+        ...
+
+    def is_in_backward(self) -> bool:
+        """Return whether a backward of the unit is under way."""
+        ...
+
+    def _fsdp_finish_backward(self) -> None:
+        """Close a backward in which some parameters got no gradient."""
+        ...
+
+    def _fsdp_join(self, context: FsdpContext) -> None:
+        """Move to a context that is still being built."""
+        ...
+
+    def _fsdp_bind(self, name: str, root: Unit) -> None:
+        """Take the name and root found when the context was finalised."""
+        ...
+
+    def _fsdp_root(self) -> Unit | None:
+        """Return the outermost unit around this one."""
+        ...
+
+
+class FsdpContext:
+    """Streams, orders and microbatch state shared by FSDP roots that are built together.
+
+    Args:
+        device: device on which the units compute.
+        use_symmetric_memory: not supported yet.
+        unify_communication_stream: let all-gathers and reductions share one stream, which overlaps less and holds less
+            memory at a time.
+
+    Raises:
+        NotImplementedError: `use_symmetric_memory` is asked for.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        use_symmetric_memory: bool = False,
+        unify_communication_stream: bool = False,
+    ) -> None:
+        if use_symmetric_memory:
+            raise NotImplementedError(
+                "use_symmetric_memory: expected False, got True; symmetric memory is not supported yet. Leave it out."
+            )
+        self.device = device
+        self.use_symmetric_memory = use_symmetric_memory
+        self.unify_communication_stream = unify_communication_stream
+        self.allgather_stream: Stream = new_stream(device, "all_gather")
+        self.reduce_scatter_stream: Stream = (
+            self.allgather_stream
+            if unify_communication_stream
+            else new_stream(device, "reduce_scatter")
+        )
+        self.is_last_microbatch = True
+        self.num_units_in_forward = 0
+        self.forward_order: IndexedOrder[Unit] = IndexedOrder()
+        self.backward_order: IndexedOrder[Unit] = IndexedOrder()
+        self._registered: IndexedOrder[Unit] = IndexedOrder()
+        self.is_implicit = False
+        self._is_finalized = False
+        self._post_backward_hook_registered = False
+        self._reductions: deque[_Reduction] = deque()
+
+    # --- construction ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_finalized(self) -> bool:
+        """Whether orders and names are fixed."""
+        return self._is_finalized
+
+    def register_module(self, module: Unit) -> None:
+        """Add a unit that is being built in this context.
+
+        Raises:
+            RuntimeError: the context has been finalised.
+        """
+        if self._is_finalized:
+            raise RuntimeError(
+                "fully_shard: expected a context that is still open, got one whose first forward has run or whose "
+                "`with` block has ended. Shard all units before the first forward, in one fully_shard_context()."
+            )
+        self._registered.append(module)
+
+    def absorb(self, other: FsdpContext) -> None:
+        """Take over the units of a context that has not been finalised."""
+        assert not other._is_finalized
+        for unit in other._registered:
+            self.register_module(unit)
+            unit._fsdp_join(self)
+
+    def units(self) -> list[Unit]:
+        """Return all units, in the order in which they were built."""
+        return list(self._registered)
+
+    def finalize(self) -> None:
+        """Fix roots, names and the static prefetch orders: forward as defined, backward in reverse.
+
+        Several roots run forward in the order they were built and backward in the reverse order.
+        """
+        if self._is_finalized:
+            return
+        self._is_finalized = True
+        roots = self._find_roots()
+        for root in roots:
+            for name, module in _as_module(root).named_modules():
+                if module in self._registered:
+                    unit: Unit = module  # type: ignore[assignment]
+                    unit._fsdp_bind(name or type(module).__name__, root)
+                    self.forward_order.append(unit)
+        for root in reversed(roots):
+            _collect_backward_order(_as_module(root), self._registered, self.backward_order)
+
+    def _find_roots(self) -> list[Unit]:
+        inner: set[int] = set()
+        for unit in self._registered:
+            module = _as_module(unit)
+            inner.update(id(child) for child in module.modules() if child is not module)
+        return [unit for unit in self._registered if id(unit) not in inner]
+
+    def ensure_finalized(self) -> None:
+        """Finalise an implicit context; raise for an explicit one whose construction has not ended.
+
+        Raises:
+            RuntimeError: a `fully_shard_context` block is still open.
+        """
+        if self._is_finalized:
+            return
+        if self.is_implicit:
+            self.finalize()
+        else:
+            raise RuntimeError(
+                "forward of a sharded module: expected the fully_shard_context() block to have ended, got one that is "
+                "still open. Run the model after the block."
+            )
+
+    # --- streams --------------------------------------------------------------------------------------------------
+
+    def current_stream(self) -> Stream:
+        """Return the stream that the caller computes on."""
+        return current_stream(self.device)
+
+    def enter_forward(self) -> None:
+        """Count a unit into forward; the outermost one lets gathers see weights that compute has written."""
+        self.num_units_in_forward += 1
+        if self.num_units_in_forward > 1:
+            return
+        # An optimizer or a load may still be writing main weights, and an earlier forward may still read gathered ones.
+        self.allgather_stream.wait_stream(self.current_stream())
+
+    def exit_forward(self) -> None:
+        """Count a unit out of forward."""
+        self.num_units_in_forward -= 1
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    def unshard(self, unit: Unit) -> None:
+        """Start gathering a unit's weights, unless they are there or on the way and still current."""
+        if unit.unshard_event is not None and not any(g.is_stale for g in unit.parameter_groups):
+            return
+        with profile_range(f"fsdp.unshard {unit.name}"), self.allgather_stream:
+            for group in unit.parameter_groups:
+                group.unshard()
+            unit.unshard_event = self.allgather_stream.record_event()
+
+    def wait_for_unshard(self, unit: Unit) -> None:
+        """Let the compute stream read a unit's gathered weights."""
+        assert unit.unshard_event is not None, "unshard comes before its wait"
+        # Compute must not read weights before the gather has written them.
+        self.current_stream().wait_event(unit.unshard_event)
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Start gathering the units that come next in forward, within the unit's budget."""
+        policy = unit.schedule_policy
+        self._prefetch(
+            unit, self.forward_order, policy.forward_prefetch_units, policy.forward_prefetch_numel
+        )
+
+    def prefetch_backward(self, unit: Unit) -> None:
+        """Start gathering the units that come next in backward, within the unit's budget."""
+        policy = unit.schedule_policy
+        self._prefetch(
+            unit, self.backward_order, policy.backward_prefetch_units, policy.backward_prefetch_numel
+        )
+
+    def _prefetch(
+        self, unit: Unit, order: IndexedOrder[Unit], max_units: int, max_numel: int | None
+    ) -> None:
+        if max_units == 0:
+            return
+        num_units = numel = 0
+        for successor in order.successors(unit):
+            if not successor.parameter_groups:
+                continue
+            num_units += 1
+            numel += successor.num_parameter_elements
+            if num_units > max_units or (max_numel is not None and numel > max_numel):
+                return
+            self.unshard(successor)
+
+    def reshard(self, unit: Unit) -> None:
+        """Free a unit's gathered weights once the work issued so far on the compute stream has read them."""
+        if unit.unshard_event is None:
+            return
+        unit.unshard_event = None
+        # Memory goes back to the all-gather stream, whose next gather must not overwrite what compute still reads.
+        self.allgather_stream.wait_event(self.current_stream().record_event())
+        with self.allgather_stream:
+            for group in unit.parameter_groups:
+                group.release_full_weight()
+
+    def reshard_idle_units(self, root: Unit | None = None) -> None:
+        """Free weights that were gathered ahead for units that did not run, under `root` or everywhere."""
+        for unit in self.forward_order:
+            if unit.is_resting() and root in (None, unit._fsdp_root()):
+                self.reshard(unit)
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    def reduce(self, unit: Unit) -> None:
+        """Pack a unit's gradients and start reducing them into its main gradients."""
+        groups = [group for group in unit.parameter_groups if group.requires_grad]
+        if not groups:
+            return
+        compute = self.current_stream()
+        while len(self._reductions) > MAX_REDUCTIONS_IN_FLIGHT:
+            self._reductions.popleft().release(compute)
+        with profile_range(f"fsdp.reduce {unit.name}"):
+            for group in groups:
+                group.pack_gradients()
+            # The reduction reads what was just packed, and adds to gradients that compute may have cleared.
+            self.reduce_scatter_stream.wait_event(compute.record_event())
+            with self.reduce_scatter_stream:
+                for group in groups:
+                    group.reduce_gradients(self.is_last_microbatch)
+                event = self.reduce_scatter_stream.record_event()
+        self._reductions.append(_Reduction(groups, event))
+
+    def register_post_backward_hook(self) -> None:
+        """Have `post_backward` called when the running backward ends.
+
+        Once per context rather than per root, so that one root's reductions overlap another root's backward.
+        """
+        if not self._post_backward_hook_registered:
+            self._post_backward_hook_registered = True
+            Variable._execution_engine.queue_callback(_weak_post_backward(self))  # type: ignore[no-untyped-call]
+
+    def post_backward(self) -> None:
+        """Close what the backward left open and let compute see the reduced gradients; called at its end.
+
+        Raises:
+            RuntimeError: a unit is not at rest afterwards.
+        """
+        self._post_backward_hook_registered = False
+        for unit in self.backward_order:
+            if unit.is_in_backward():
+                unit._fsdp_finish_backward()
+        self.reshard_idle_units()
+        compute = self.current_stream()
+        # The optimizer reads main gradients, and packed gradients go back to compute's memory.
+        compute.wait_stream(self.reduce_scatter_stream)
+        while self._reductions:
+            self._reductions.popleft().release(None)
+        active = [unit.name for unit in self.forward_order if unit.is_in_backward()]
+        if active:
+            raise RuntimeError(
+                f"end of backward: expected every unit at rest, got units {active} still computing. "
+                "Report this with the model's structure."
+            )
+
+
+class _Reduction:
+    """Packed gradients of one unit whose reduction is on its way."""
+
+    def __init__(self, groups: Sequence[FsdpParameterGroup], event: Event) -> None:
+        self._groups = groups
+        self._event = event
+
+    def release(self, compute: Stream | None) -> None:
+        """Free the packed gradients after the reduction; None if the caller has waited for it."""
+        if compute is not None:
+            # Memory goes back to compute, whose next use must not overwrite what the reduction still reads.
+            compute.wait_event(self._event)
+        for group in self._groups:
+            group.release_full_grad()
+
+
+@contextmanager
+def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
+    """Say whether backwards inside the block end a gradient accumulation.
+
+    Args:
+        context: the context of the model that runs.
+        is_last: False while further microbatches will add to the gradients. An adapted optimizer refuses to step
+            on gradients that are not finished.
+    """
+    previous, context.is_last_microbatch = context.is_last_microbatch, is_last
+    try:
+        yield
+    finally:
+        context.is_last_microbatch = previous
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread is executing a backward, e.g. recomputing a forward for it."""
+    task: int = torch._C._current_graph_task_id()
+    return task != -1
+
+
+def _weak_post_backward(context: FsdpContext) -> _PostBackward:
+    return _PostBackward(weakref.ref(context))
+
+
+class _PostBackward:
+    def __init__(self, context: weakref.ref[FsdpContext]) -> None:
+        self._context = context
+
+    def __call__(self) -> None:
+        context = self._context()
+        if context is not None:
+            context.post_backward()
+
+
+def _as_module(unit: Unit) -> nn.Module:
+    assert isinstance(unit, nn.Module)
+    return unit
+
+
+def _collect_backward_order(
+    module: nn.Module, registered: IndexedOrder[Unit], order: IndexedOrder[Unit]
+) -> None:
+    """Append a unit before its children and the children last to first: the order in which backward reaches them."""
+    if module in registered and module not in order:
+        order.append(module)  # type: ignore[arg-type]
+    for child in reversed(list(module.children())):
+        _collect_backward_order(child, registered, order)
