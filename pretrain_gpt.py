@@ -12,10 +12,11 @@ the flags, which are Megatron-LM's; ``docs/pretrain.md`` says more.
 import os
 import sys
 
-from megatron.pretrain.main import pretrain, read_command
+from megatron.pretrain.main import ignore_expected_warnings, pretrain, read_command
 
 if __name__ == "__main__":
     command = read_command(sys.argv[1:], os.environ)
+    ignore_expected_warnings()
 
     import torch
 

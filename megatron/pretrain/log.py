@@ -170,6 +170,7 @@ class TrainingLog:
         if math.isfinite(result.lm_loss) and not result.is_skipped:
             self._losses.append(result.lm_loss)
         self._num_nan += not math.isfinite(result.lm_loss)
+        self.history.train.append((iteration, result.lm_loss))
         if not self.is_writer:
             return
         self._progress.update()
@@ -214,7 +215,6 @@ class TrainingLog:
         self.print(f" [{stamp}]{line}")
         if self._json is not None:
             self._json.write(json.dumps(asdict(logged)) + "\n")
-        self.history.train.append((iteration, lm_loss))
         self._reset()
         self.restart_clock()
 

@@ -8,6 +8,7 @@ every rank alike.
 
 import argparse
 import shlex
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,8 +40,14 @@ def read_command(argv: Sequence[str], environment: Mapping[str, str]) -> Command
     return Command(tuple(argv), args, place)
 
 
+def ignore_expected_warnings() -> None:
+    """Silence megatron-core's warnings about libraries that this script does without."""
+    for message in ("Transformer Engine and Apex are not", "Apex is not", "full scope is deprecated"):
+        warnings.filterwarnings("ignore", message)
+
+
 def pretrain(command: Command) -> None:
-    """Train a GPT as the flags say."""
+    """Train a GPT as the flags say; called on every rank."""
     from megatron.pretrain import data, model, plot, training
     from megatron.pretrain.log import TrainingLog
 

@@ -21,7 +21,7 @@ def draw_loss_curve(history: History, path: str, title: str) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(*zip(*history.train, strict=True), label="training", linewidth=1.2)
+    axes.plot(*zip(*history.train, strict=True), label="training", linewidth=0.8)
     if history.valid:
         axes.plot(*zip(*history.valid, strict=True), "o-", label="validation", markersize=4)
     axes.set(xlabel="iteration", ylabel="lm loss (nats per token)", title=title)

@@ -1,0 +1,388 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Declares every flag, by Megatron-LM's names; each of them is honoured.
+
+What a flag's value may be by itself is said here; whether values fit together is decided in
+``validation.py``.
+"""
+
+import argparse
+from collections.abc import Callable
+
+DTYPE_NAMES = ("fp32", "bf16", "fp16", "auto")
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare all flags, in groups."""
+    groups = (
+        _add_model,
+        _add_data,
+        _add_training,
+        _add_optimizer,
+        _add_precision,
+        _add_parallelism,
+        _add_output,
+    )
+    for add_group in groups:
+        add_group(parser)
+
+
+def _integer(at_least: int) -> Callable[[str], int]:
+    def convert(word: str) -> int:
+        try:
+            value = int(word)
+        except ValueError:
+            value = None
+        if value is None or value < at_least:
+            raise argparse.ArgumentTypeError(f"expected an integer >= {at_least}, got {word!r}")
+        return value
+
+    return convert
+
+
+def _number(at_least: float, at_most: float = float("inf")) -> Callable[[str], float]:
+    bounds = f">= {at_least:g}" if at_most == float("inf") else f"in [{at_least:g}, {at_most:g}]"
+
+    def convert(word: str) -> float:
+        try:
+            value = float(word)
+        except ValueError:
+            value = float("nan")
+        if not at_least <= value <= at_most or value == float("inf"):
+            raise argparse.ArgumentTypeError(f"expected a number {bounds}, got {word!r}")
+        return value
+
+    return convert
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    def convert(word: str) -> str:
+        if word not in names:
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}, got {word!r}")
+        return word
+
+    return convert
+
+
+_count = _integer(1)
+_index = _integer(0)
+_positive = _number(0.0)
+_probability = _number(0.0, 1.0)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add("--num-layers", type=_count, default=4, help="transformer layers")
+    add("--hidden-size", type=_count, default=128, help="width of the residual stream")
+    add(
+        "--ffn-hidden-size",
+        type=_count,
+        help="width of the MLP; default 4 x hidden, with --swiglu 8/3 x hidden rounded to 64",
+    )
+    add("--num-attention-heads", type=_count, default=4, help="attention heads")
+    add("--kv-channels", type=_count, help="width of one head; default hidden size / heads")
+    add(
+        "--group-query-attention",
+        action="store_true",
+        help="share keys and values between groups of heads",
+    )
+    add("--num-query-groups", type=_count, default=1, help="groups for --group-query-attention")
+    add(
+        "--max-position-embeddings",
+        type=_count,
+        help="longest sequence the model can read; default --seq-length",
+    )
+    add(
+        "--position-embedding-type",
+        type=_one_of("learned_absolute", "rope", "none"),
+        default="learned_absolute",
+        help="learned_absolute, rope or none",
+    )
+    add("--rotary-base", type=_count, default=10000, help="base of the rotary period")
+    add(
+        "--rotary-percent",
+        type=_probability,
+        default=1.0,
+        help="share of each head that is rotated",
+    )
+    add(
+        "--normalization",
+        type=_one_of("LayerNorm", "RMSNorm"),
+        default="LayerNorm",
+        help="LayerNorm or RMSNorm",
+    )
+    add("--norm-epsilon", type=_positive, default=1e-05, help="epsilon of the norms")
+    add("--qk-layernorm", action="store_true", help="normalise queries and keys")
+    add("--swiglu", action="store_true", help="gated SiLU in the MLP instead of GELU")
+    add("--disable-bias-linear", action="store_true", help="no biases in the linear layers")
+    add(
+        "--add-qkv-bias",
+        action="store_true",
+        help="biases for query, key and value despite --disable-bias-linear",
+    )
+    add(
+        "--untie-embeddings-and-output-weights",
+        action="store_true",
+        help="give the output layer its own weight",
+    )
+    add(
+        "--attention-dropout",
+        type=_probability,
+        default=0.1,
+        help="dropout on attention probabilities",
+    )
+    add("--hidden-dropout", type=_probability, default=0.1, help="dropout on hidden states")
+    add(
+        "--init-method-std",
+        type=_positive,
+        default=0.02,
+        help="standard deviation of the initial weights",
+    )
+    add(
+        "--transformer-impl",
+        type=_one_of("local", "transformer_engine"),
+        help="default: transformer_engine where it is installed beside CUDA, else local",
+    )
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("data").add_argument
+    add(
+        "--data-path",
+        nargs="+",
+        help="prefix of one .bin/.idx pair, several prefixes, or: weight prefix weight prefix ...",
+    )
+    add("--train-data-path", nargs="+", help="as --data-path, for training only")
+    add("--valid-data-path", nargs="+", help="as --data-path, for validation only")
+    add("--test-data-path", nargs="+", help="as --data-path, for the test set only")
+    add(
+        "--split",
+        default="969,30,1",
+        help="weights of training, validation and test in --data-path or the byte corpus",
+    )
+    add("--mock-data", action="store_true", help="megatron-core's synthetic token sequences")
+    add("--data-cache-path", help="folder for the sample indices; default beside the data")
+    add(
+        "--no-mmap-bin-files",
+        action="store_false",
+        dest="mmap_bin_files",
+        help="read .bin files instead of mapping them",
+    )
+    add("--num-workers", type=_index, default=2, help="data loading processes per rank")
+    add("--seq-length", type=_count, default=256, help="tokens per sequence")
+    add(
+        "--vocab-size",
+        type=_count,
+        help="token ids in the data, without the end-of-document id, which is added above them",
+    )
+    add(
+        "--make-vocab-size-divisible-by",
+        type=_count,
+        default=128,
+        help="pad the embedding to a multiple of this",
+    )
+    add(
+        "--reset-position-ids",
+        action="store_true",
+        help="positions start anew after each end-of-document token",
+    )
+    add(
+        "--reset-attention-mask",
+        action="store_true",
+        help="no attention across end-of-document tokens",
+    )
+    add("--eod-mask-loss", action="store_true", help="no loss on end-of-document tokens")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("training").add_argument
+    add("--micro-batch-size", type=_count, default=4, help="sequences per rank and microbatch")
+    add(
+        "--global-batch-size",
+        type=_count,
+        help="sequences per iteration; default one microbatch on each rank",
+    )
+    add("--train-iters", type=_count, default=100, help="iterations")
+    add("--eval-interval", type=_count, default=1000, help="iterations between validations")
+    add("--eval-iters", type=_index, default=10, help="global batches per validation; 0 for none")
+    add("--log-interval", type=_count, default=10, help="iterations between log lines")
+    add("--seed", type=_count, default=1234, help="seed of weights, dropout and data order")
+    add(
+        "--calculate-per-token-loss",
+        action="store_true",
+        help="average over the tokens of the global batch instead of microbatch by microbatch",
+    )
+    add(
+        "--no-check-for-nan-in-loss-and-grad",
+        action="store_false",
+        dest="check_for_nan_in_loss_and_grad",
+        help="go on after a loss or gradient that is no number",
+    )
+    add(
+        "--recompute-granularity",
+        type=_one_of("full", "selective"),
+        help="recompute whole layers, or the attention core, in backward",
+    )
+    add(
+        "--recompute-method",
+        type=_one_of("uniform", "block"),
+        help="with full: chunks of layers, or the first layers",
+    )
+    add(
+        "--recompute-num-layers",
+        type=_count,
+        help="with full: layers per chunk, or how many of the first layers",
+    )
+
+
+def _add_optimizer(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("optimizer and schedules").add_argument
+    add(
+        "--optimizer",
+        type=_one_of("adam", "sgd"),
+        default="adam",
+        help="adam (decoupled weight decay) or sgd",
+    )
+    add("--adam-beta1", type=_probability, default=0.9, help="decay of the first moment")
+    add("--adam-beta2", type=_probability, default=0.999, help="decay of the second moment")
+    add("--adam-eps", type=_positive, default=1e-08, help="added to the root of the second moment")
+    add("--sgd-momentum", type=_probability, default=0.9, help="momentum of sgd")
+    add(
+        "--clip-grad",
+        type=_positive,
+        default=1.0,
+        help="largest norm of the gradient; 0 for no clipping",
+    )
+    add("--lr", type=_positive, default=0.001, help="highest learning rate")
+    add("--min-lr", type=_positive, default=0.0, help="lowest learning rate")
+    add(
+        "--lr-decay-style",
+        type=_one_of("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        default="linear",
+        help="shape of the decay",
+    )
+    add("--lr-decay-iters", type=_count, help="iterations until --min-lr; default --train-iters")
+    add("--lr-warmup-iters", type=_index, default=0, help="iterations of linear warm-up")
+    add("--lr-warmup-fraction", type=_probability, help="warm-up as a share of --lr-decay-iters")
+    add(
+        "--lr-warmup-init",
+        type=_positive,
+        default=0.0,
+        help="learning rate at the start of the warm-up",
+    )
+    add(
+        "--lr-wsd-decay-style",
+        type=_one_of("exponential", "linear", "cosine", "minus_sqrt"),
+        default="exponential",
+        help="shape of the last phase of WSD",
+    )
+    add("--lr-wsd-decay-iters", type=_count, help="iterations of the last phase of WSD")
+    add("--weight-decay", type=_positive, default=0.01, help="weight decay")
+    add(
+        "--start-weight-decay",
+        type=_positive,
+        help="weight decay at the start, with an increasing --weight-decay-incr-style",
+    )
+    add("--end-weight-decay", type=_positive, help="weight decay at the end, likewise")
+    add(
+        "--weight-decay-incr-style",
+        type=_one_of("constant", "linear", "cosine"),
+        default="constant",
+        help="how the weight decay grows",
+    )
+
+
+def _add_precision(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("precision").add_argument
+    add(
+        "--bf16",
+        action="store_true",
+        help="weights and activations in bfloat16, fp32 master weights",
+    )
+    add(
+        "--grad-reduce-in-bf16",
+        action="store_true",
+        help="accumulate and reduce gradients in bfloat16 too",
+    )
+
+
+def _add_parallelism(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("parallelism").add_argument
+    add(
+        "--use-megatron-fsdp-v2",
+        action="store_true",
+        help="shard the model with Megatron-FSDP v2; without it, megatron-core's DDP",
+    )
+    add(
+        "--data-parallel-sharding-strategy",
+        type=_one_of(*SHARDING_STRATEGIES),
+        default="optim_grads_params",
+        help="what Megatron-FSDP v2 shards",
+    )
+    add(
+        "--megatron-fsdp-main-params-dtype",
+        type=_one_of(*DTYPE_NAMES),
+        default="fp32",
+        help="master weights; auto keeps the model's",
+    )
+    add(
+        "--megatron-fsdp-main-grads-dtype",
+        type=_one_of(*DTYPE_NAMES),
+        default="auto",
+        help="accumulated gradients; auto keeps the model's",
+    )
+    add(
+        "--megatron-fsdp-grad-comm-dtype",
+        type=_one_of(*DTYPE_NAMES),
+        default="auto",
+        help="gradients on the wire; auto keeps the accumulated ones'",
+    )
+    add(
+        "--use-distributed-optimizer",
+        action="store_true",
+        help="DDP: shard the optimizer state over the data-parallel ranks",
+    )
+    add("--overlap-grad-reduce", action="store_true", help="DDP: reduce gradients during backward")
+    add(
+        "--overlap-param-gather",
+        action="store_true",
+        help="DDP with the distributed optimizer: gather weights during forward",
+    )
+    add("--ddp-bucket-size", type=_count, help="DDP: elements per gradient bucket")
+    add("--ddp-average-in-collective", action="store_true", help="DDP: let the reduction average")
+    for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
+        add(f"--{name}-parallel-size", type=_count, default=1, help="only 1 for now")
+    add(
+        "--distributed-backend",
+        type=_one_of("nccl", "gloo"),
+        help="default: nccl with CUDA, else gloo",
+    )
+    add(
+        "--distributed-timeout-minutes",
+        type=_count,
+        default=10,
+        help="longest wait for another rank",
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    add(
+        "--log-num-zeros-in-grad",
+        action="store_true",
+        help="count the zeros in the gradient and log them",
+    )
+    add(
+        "--log-json",
+        metavar="PATH",
+        help="write one JSON object per logged iteration, in full precision",
+    )
+    add("--tensorboard-dir", help="write TensorBoard events here")
+    add(
+        "--tensorboard-log-interval",
+        type=_count,
+        default=1,
+        help="iterations between TensorBoard points",
+    )
+    add("--plot", metavar="PATH", help="draw the loss curve into this PNG at the end")
