@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Declares which modules this overlay adds beside an installed megatron-core; all other metadata is in pyproject.toml."""
+"""Declares which modules this overlay adds beside an installed megatron-core; other metadata is in pyproject.toml."""
 
 from setuptools import setup
 

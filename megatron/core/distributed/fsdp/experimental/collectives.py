@@ -44,9 +44,7 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGro
     _all_gather(output, input, group=group)
 
 
-def reduce_scatter(
-    output: torch.Tensor, input: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup
-) -> None:
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup) -> None:
     """Reduce over ranks and keep this rank's shard.
 
     Args:
@@ -71,9 +69,7 @@ def all_reduce(tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGr
     dist.all_reduce(tensor, op=_prescale(tensor, reduction, group), group=group)
 
 
-def all_gather_uneven(
-    local: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup
-) -> list[torch.Tensor]:
+def all_gather_uneven(local: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Gather 1-D tensors whose sizes differ between ranks but are known to all.
 
     Args:
@@ -95,9 +91,7 @@ def all_gather_uneven(
     return [rows[rank, :numel] for rank, numel in enumerate(numels)]
 
 
-def _prescale(
-    input: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup
-) -> dist.ReduceOp.RedOpType:
+def _prescale(input: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup) -> dist.ReduceOp.RedOpType:
     """Return the backend's operation, dividing `input` first where the backend has no average of its own.
 
     Dividing before the sum cannot overflow where the average does not. Backends other than NCCL are not trusted with

@@ -25,9 +25,7 @@ class Countdown:
             RuntimeError: more events than `total` since the last `reset`.
         """
         if self.remaining == 0:
-            raise RuntimeError(
-                f"countdown: expected {self.total} events, got one more. Reset it between rounds."
-            )
+            raise RuntimeError(f"countdown: expected {self.total} events, got one more. Reset it between rounds.")
         self.remaining -= 1
         return self.remaining == 0
 

@@ -7,7 +7,6 @@ It owns storage and placements and can change a placement; it never decides when
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -17,7 +16,7 @@ from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from . import collectives
-from .allocator import ResizingAllocator, StorageAllocator
+from .allocator import StorageAllocator
 from .device import report_access
 from .layout import GroupLayout, Range
 from .placement import Communication, Flat, communication
@@ -117,7 +116,7 @@ class DBuffer:
             flat = self.local[start : start + owned.numel]
             if is_full:
                 views.append(flat.view(slot.shape))
-            elif self.layout.is_row_aligned(index) and slot.shape and math.prod(slot.shape[1:]):
+            elif self.layout.is_row_aligned(index) and slot.shape and 0 not in slot.shape[1:]:
                 views.append(flat.view(owned.numel // slot.row_numel, *slot.shape[1:]))
             else:
                 views.append(flat)

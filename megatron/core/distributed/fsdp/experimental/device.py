@@ -34,7 +34,7 @@ class Stream(Protocol):
         """Make this the current stream."""
         ...
 
-    def __exit__(self, *exception: object) -> Any:
+    def __exit__(self, kind: Any, value: Any, traceback: Any, /) -> Any:
         """Restore the previous current stream."""
         ...
 
@@ -116,9 +116,7 @@ def observe(observer: Observer) -> Iterator[None]:
         _observer = previous
 
 
-def report_access(
-    operation: str, *, reads: Sequence[str] = (), writes: Sequence[str] = ()
-) -> None:
+def report_access(operation: str, *, reads: Sequence[str] = (), writes: Sequence[str] = ()) -> None:
     """Tell the observer, if there is one, which buffers `operation` reads and writes on the current stream."""
     if _observer is not None:
         _observer.access(operation, reads, writes)
@@ -158,6 +156,6 @@ _no_range: AbstractContextManager[None] = nullcontext()
 
 def profile_range(label: str) -> AbstractContextManager[Any]:
     """Return a context that names a stretch of work in torch's profiler; free when none is running."""
-    if torch.autograd._profiler_enabled():
+    if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(label)
     return _no_range

@@ -7,8 +7,8 @@ It owns no storage and issues no collective but the gather that a caller asks fo
 [Note: why a subclass]
 torch's DTensor knows one way to cut dim 0: equal chunks. With any other cut, element-wise operations, norms and
 optimizers are right, because they only look at the local part, but whatever gathers or moves rows (`full_tensor`,
-`redistribute`, matmul, softmax over dim 0) is silently wrong. The subclass answers the first kind, hands its own cut on to
-the results, and raises for the second, so that no tensor derived from a sharded parameter can be quietly wrong.
+`redistribute`, matmul, softmax over dim 0) is silently wrong. The subclass answers the first kind, hands its own cut on
+to the results, and raises for the second, so that no tensor derived from a sharded parameter can be quietly wrong.
 """
 
 from __future__ import annotations
@@ -65,12 +65,8 @@ class ShardGeometry:
         Returns:
             The logical shape, same dtype and device, without autograd history.
         """
-        numels = [
-            self.layout.owned(self.index, shard).numel for shard in range(self.layout.num_shards)
-        ]
-        parts = collectives.all_gather_uneven(
-            local.detach().reshape(-1), numels, self.mesh.get_group(0)
-        )
+        numels = [self.layout.owned(self.index, shard).numel for shard in range(self.layout.num_shards)]
+        parts = collectives.all_gather_uneven(local.detach().reshape(-1), numels, self.mesh.get_group(0))
         return torch.cat(parts).view(self.shape)
 
 
@@ -117,9 +113,7 @@ class FsdpDTensor(DTensor):
         elif target == self.placements:
             return self
         elif all(isinstance(placement, Replicate) for placement in target):
-            return DTensor.from_local(
-                self.full_tensor(), self.device_mesh, target, run_check=False
-            )
+            return DTensor.from_local(self.full_tensor(), self.device_mesh, target, run_check=False)
         raise NotImplementedError(
             f"redistribute of {self._geometry.fqn}: expected its own placements or Replicate() on its own mesh, got "
             f"{placements}. Use full_tensor() and distribute the result."
@@ -137,9 +131,7 @@ class FsdpDTensor(DTensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         operation = _base_name(name)
-        if name != "__get__" and name.endswith("_") and not name.startswith("__"):
-            _notify_writes(args, kwargs)
-        elif name in _DUNDER_WRITES:
+        if (name != "__get__" and name.endswith("_") and not name.startswith("__")) or name in _DUNDER_WRITES:
             _notify_writes(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if operation in _ELEMENTWISE:
@@ -159,9 +151,7 @@ def shard_dtensor(local: torch.Tensor, geometry: ShardGeometry) -> FsdpDTensor:
     """
     shape = geometry.shape
     stride = torch.empty(shape, device="meta").stride()
-    dtensor: Any = DTensor.from_local(
-        local, geometry.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
-    )
+    dtensor: Any = DTensor.from_local(local, geometry.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
     return _mark(dtensor, geometry)
 
 
@@ -193,21 +183,20 @@ def _mark(dtensor: Any, geometry: ShardGeometry) -> FsdpDTensor:
 
 
 _ELEMENTWISE = frozenset(
-    """
-    abs acos add addcdiv addcmul asin atan bernoulli bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp
-    clamp_max clamp_min clip clone contiguous copy cos cosh cpu cuda data deepcopy detach div divide dropout double empty_like eq
-    erf exp expm1 exponential fill float floor floor_divide full_like ge get gt half isfinite isinf isnan ldexp le lerp log
-    log10 log1p log2 logical_and logical_not logical_or logical_xor lt maximum minimum mul multiply nan_to_num ne neg
-    normal ones_like positive pow rand_like randn_like real reciprocal relu remainder requires_grad round rsqrt rsub sgn
-    sigmoid sign sin sinh sqrt square sub subtract tan tanh to truediv true_divide trunc trunc_divide type type_as
-    uniform where zero zeros_like
-    fused_adam fused_adamw fused_adagrad fused_sgd
-    """.split()
+    (
+        "abs acos add addcdiv addcmul asin atan bernoulli bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor ceil "
+        "clamp clamp_max clamp_min clip clone contiguous copy cos cosh cpu cuda deepcopy detach div divide double "
+        "dropout empty_like eq erf exp expm1 exponential fill float floor floor_divide full_like fused_adagrad "
+        "fused_adam fused_adamw fused_sgd ge get gt half isfinite isinf isnan ldexp le lerp log log10 log1p log2 "
+        "logical_and logical_not logical_or logical_xor lt maximum minimum mul multiply nan_to_num ne neg normal "
+        "ones_like positive pow rand_like randn_like real reciprocal relu remainder requires_grad round rsqrt rsub sgn "
+        "sigmoid sign sin sinh sqrt square sub subtract tan tanh to true_divide truediv trunc type type_as uniform "
+        "where zero zeros_like"
+    ).split()
 )
 _REDUCTIONS = frozenset("all amax amin any count_nonzero norm sum vector_norm".split())
 _DUNDER_WRITES = frozenset(
-    "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__ __iand__ __ior__ __ixor__ __ifloordiv__ __imod__ "
-    "__setitem__".split()
+    "__iadd__ __iand__ __idiv__ __ifloordiv__ __imod__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __ixor__".split()
 )
 
 

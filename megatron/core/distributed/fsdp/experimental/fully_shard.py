@@ -149,7 +149,7 @@ def _attach(
     unit: Any = module
     unit._fsdp_setup(context, groups, schedule_policy, register_hooks=register_hooks)
     for owner in _own_modules(module):
-        owner.register_load_state_dict_pre_hook(_refuse_assign)
+        owner.register_load_state_dict_pre_hook(_refuse_assign)  # type: ignore[no-untyped-call]
     for other in absorbed:
         context.absorb(other)
     context.register_module(unit)
@@ -175,9 +175,7 @@ def _check_numbers(grad_divisor: Any, gradient_reduction: Any) -> None:
     if isinstance(grad_divisor, bool) or not isinstance(grad_divisor, (int, float)) or grad_divisor <= 0:
         raise ValueError(f"fully_shard grad_divisor: expected a number > 0, got {grad_divisor!r}.")
     if gradient_reduction not in ("average", "sum"):
-        raise ValueError(
-            f"fully_shard gradient_reduction: expected 'average' or 'sum', got {gradient_reduction!r}."
-        )
+        raise ValueError(f"fully_shard gradient_reduction: expected 'average' or 'sum', got {gradient_reduction!r}.")
 
 
 def _check_placements(mesh: DeviceMesh, placements: Placements | None) -> Placements:
@@ -252,9 +250,7 @@ def _group_parameters(owned: list[OwnedParameter]) -> list[list[OwnedParameter]]
     return list(groups.values())
 
 
-def _check_parameters(
-    module: nn.Module, owned: list[OwnedParameter], policy: MixedPrecisionPolicy
-) -> None:
+def _check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: MixedPrecisionPolicy) -> None:
     kind = type(module).__name__
     for item in owned:
         parameter = item.parameter
@@ -299,7 +295,7 @@ def _check_attributes(module: nn.Module) -> None:
     taken = sorted(name for name in public if hasattr(module, name))
     if taken:
         raise ValueError(
-            f"fully_shard of {type(module).__name__}: expected a module without attributes named like FsdpModule's, got "
+            f"fully_shard of {type(module).__name__}: expected no attributes named like FsdpModule's, got "
             f"{taken}. Rename them, or shard a plain module around it."
         )
 
@@ -325,8 +321,8 @@ def _join_context(module: nn.Module, mesh: DeviceMesh) -> tuple[FsdpContext, lis
     absorbed = [other for other in inner.values() if other is not context]
     if any(other.is_finalized for other in absorbed) or (active is not None and absorbed):
         raise RuntimeError(
-            f"fully_shard of {type(module).__name__}: expected units inside it that belong to this context, got units "
-            "of another one. Shard inner and outer modules in one fully_shard_context(), before their first forward."
+            f"fully_shard of {type(module).__name__}: expected units inside it that belong to this context, got "
+            "units of another one. Shard inner and outer modules in one fully_shard_context(), before any forward."
         )
     if context.is_finalized:
         context.register_module(module)  # type: ignore[arg-type]

@@ -147,14 +147,14 @@ def plan_layout(
     Raises:
         ValueError: no shard, no tensor, a negative size or an atom that does not divide its tensor.
     """
-    shapes = [tuple(shape) for shape in shapes]
-    if num_shards < 1 or not shapes or any(size < 0 for shape in shapes for size in shape):
+    sizes = [tuple(shape) for shape in shapes]
+    if num_shards < 1 or not sizes or any(size < 0 for shape in sizes for size in shape):
         raise ValueError(
             f"layout: expected at least one shard and one tensor of sizes >= 0, got {num_shards} shards "
-            f"and shapes {shapes}. Check the mesh and the module's parameters."
+            f"and shapes {sizes}. Check the mesh and the module's parameters."
         )
-    numels = [math.prod(shape) for shape in shapes]
-    rows = [max(1, math.prod(shape[1:])) for shape in shapes]
+    numels = [math.prod(shape) for shape in sizes]
+    rows = [max(1, math.prod(shape[1:])) for shape in sizes]
     for numel, atom in zip(numels, atoms or rows, strict=True):
         if atom < 1 or numel % atom:
             raise ValueError(
@@ -167,7 +167,7 @@ def plan_layout(
         planned = _smallest_shard(numels, [1] * len(numels), num_shards, alignment, math.inf)
         assert planned is not None, "runs of elements can be cut anywhere"
     offsets, shard_numel = planned
-    slots = tuple(TensorSlot(*item) for item in zip(shapes, offsets, strict=True))
+    slots = tuple(TensorSlot(*item) for item in zip(sizes, offsets, strict=True))
     return GroupLayout(slots, num_shards, shard_numel)
 
 

@@ -24,7 +24,7 @@ from .policy import SchedulePolicy
 from .schedule import FsdpContext, Unit, is_in_backward
 
 
-class Phase(Enum):
+class UnitPhase(Enum):
     """What a unit is doing."""
 
     RESTING = auto()
@@ -34,10 +34,10 @@ class Phase(Enum):
 
 _TRANSITIONS = frozenset(
     {
-        (Phase.RESTING, Phase.FORWARD),
-        (Phase.FORWARD, Phase.RESTING),
-        (Phase.RESTING, Phase.BACKWARD),
-        (Phase.BACKWARD, Phase.RESTING),
+        (UnitPhase.RESTING, UnitPhase.FORWARD),
+        (UnitPhase.FORWARD, UnitPhase.RESTING),
+        (UnitPhase.RESTING, UnitPhase.BACKWARD),
+        (UnitPhase.BACKWARD, UnitPhase.RESTING),
     }
 )
 
@@ -45,7 +45,7 @@ _TRANSITIONS = frozenset(
 class FsdpModule:
     """Mixin attached in place by `fully_shard`; `_fsdp_setup` stands in for a constructor."""
 
-    Phase = Phase
+    Phase = UnitPhase
 
     def _fsdp_setup(
         self,
@@ -69,7 +69,7 @@ class FsdpModule:
         self._fsdp_policy = schedule_policy
         self._fsdp_name: str = type(self).__name__
         self._fsdp_root_ref: weakref.ref[Unit] | None = None
-        self._fsdp_phase = Phase.RESTING
+        self._fsdp_phase = UnitPhase.RESTING
         self.unshard_event: Event | None = None
         trainable = [group for group in parameter_groups if group.requires_grad]
         self._fsdp_countdown = Countdown(sum(len(g.unsharded_parameters) for g in trainable))
@@ -84,7 +84,7 @@ class FsdpModule:
         return self._fsdp_context
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> UnitPhase:
         """What the unit is doing."""
         return self._fsdp_phase
 
@@ -114,11 +114,11 @@ class FsdpModule:
 
     def is_resting(self) -> bool:
         """Return whether no forward or backward of the unit is under way."""
-        return self._fsdp_phase is Phase.RESTING
+        return self._fsdp_phase is UnitPhase.RESTING
 
     def is_in_backward(self) -> bool:
         """Return whether a backward of the unit is under way."""
-        return self._fsdp_phase is Phase.BACKWARD
+        return self._fsdp_phase is UnitPhase.BACKWARD
 
     def _fsdp_join(self, context: FsdpContext) -> None:
         """Move to a context that is still being built; called by that context."""
@@ -133,16 +133,16 @@ class FsdpModule:
         """Return the outermost unit around this one; None before finalisation."""
         return None if self._fsdp_root_ref is None else self._fsdp_root_ref()
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: UnitPhase) -> None:
         if (self._fsdp_phase, phase) not in _TRANSITIONS:
             raise RuntimeError(
                 f"phase of unit {self.name}: expected a move allowed from {self._fsdp_phase.name}, got {phase.name}. "
                 "A forward or backward of this unit was entered while another was under way, or one was cut short "
                 "by an exception."
             )
-        if phase is Phase.FORWARD:
+        if phase is UnitPhase.FORWARD:
             self._fsdp_context.enter_forward()
-        elif self._fsdp_phase is Phase.FORWARD:
+        elif self._fsdp_phase is UnitPhase.FORWARD:
             self._fsdp_context.exit_forward()
         self._fsdp_phase = phase
 
@@ -164,9 +164,7 @@ class FsdpModule:
         elif prefetch == "backward":
             context.prefetch_backward(self)
         elif prefetch != "none":
-            raise ValueError(
-                f"unshard prefetch: expected 'none', 'forward' or 'backward', got {prefetch!r}."
-            )
+            raise ValueError(f"unshard prefetch: expected 'none', 'forward' or 'backward', got {prefetch!r}.")
         context.wait_for_unshard(self)
         for group in self._fsdp_groups:
             group.attach_unsharded()
@@ -184,11 +182,11 @@ class FsdpModule:
         context = self._fsdp_context
         context.ensure_finalized()
         if is_in_backward():
-            if self._fsdp_phase is not Phase.BACKWARD:
-                self._enter(Phase.FORWARD)
+            if self._fsdp_phase is not UnitPhase.BACKWARD:
+                self._enter(UnitPhase.FORWARD)
             self.unshard()
         else:
-            self._enter(Phase.FORWARD)
+            self._enter(UnitPhase.FORWARD)
             self.unshard(prefetch="forward")
         self._report_compute("forward")
 
@@ -199,9 +197,9 @@ class FsdpModule:
             needs_backward: whether an output carries gradients, so that a backward of this unit may follow.
         """
         self._report_compute("forward end")
-        if self._fsdp_phase is Phase.BACKWARD:
+        if self._fsdp_phase is UnitPhase.BACKWARD:
             return
-        self._enter(Phase.RESTING)
+        self._enter(UnitPhase.RESTING)
         if is_in_backward():
             for group in self._fsdp_groups:
                 group.attach_sharded()
@@ -220,9 +218,9 @@ class FsdpModule:
         """Make full parameters available to backward, and start gathering the next unit's."""
         context = self._fsdp_context
         context.register_post_backward_hook()
-        if self._fsdp_phase is Phase.BACKWARD:
+        if self._fsdp_phase is UnitPhase.BACKWARD:
             return
-        self._enter(Phase.BACKWARD)
+        self._enter(UnitPhase.BACKWARD)
         context.unshard(self)
         context.prefetch_backward(self)
         context.wait_for_unshard(self)
@@ -236,8 +234,8 @@ class FsdpModule:
     def _fsdp_finish_backward(self) -> None:
         """As `post_backward`, for a backward in which some of the parameters got no gradient."""
         self._report_compute("backward end")
-        if self._fsdp_phase is not Phase.RESTING:
-            self._enter(Phase.RESTING)
+        if self._fsdp_phase is not UnitPhase.RESTING:
+            self._enter(UnitPhase.RESTING)
         self._fsdp_countdown.reset()
         self.reshard()
         self._fsdp_context.reduce(self)
@@ -269,7 +267,7 @@ class FsdpModule:
         for group in self._fsdp_groups:
             if group.requires_grad:
                 for parameter in group.unsharded_parameters:
-                    parameter.register_post_accumulate_grad_hook(gradient_ready)
+                    parameter.register_post_accumulate_grad_hook(gradient_ready)  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         raise RuntimeError(
@@ -298,13 +296,11 @@ def _post_forward_hook(module: Any, args: Any, output: Any) -> None:
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 needs_backward = True
-                tensor.register_hook(hook)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     module.post_forward(needs_backward)
 
 
-def _full_backward_hook(
-    callback: Callable[[FsdpModule], None], module: Any, grad_input: Any, grad_output: Any
-) -> None:
+def _full_backward_hook(callback: Callable[[FsdpModule], None], module: Any, grad_input: Any, grad_output: Any) -> None:
     # Without an input that needs gradients torch calls this at the start of the module's backward, not at its end.
     if any(isinstance(grad, torch.Tensor) for grad in grad_input):
         callback(module)
@@ -325,9 +321,7 @@ class _PreBackward:
 class _GradientReady:
     """Post-accumulate hook shared by a unit's trainable parameters."""
 
-    def __init__(
-        self, unit: weakref.ref[FsdpModule], callback: Callable[[FsdpModule], None]
-    ) -> None:
+    def __init__(self, unit: weakref.ref[FsdpModule], callback: Callable[[FsdpModule], None]) -> None:
         self._unit = unit
         self._callback = callback
 

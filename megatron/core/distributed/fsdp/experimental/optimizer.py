@@ -5,10 +5,10 @@
 It changes neither the optimizer's rule nor its hyperparameters. Checkpoint formats are elsewhere.
 
 [Note: local step]
-A step over DTensors pays DTensor dispatch for every parameter. The rule of an element-wise optimizer does not need it, so
-an adapted optimizer lends its own `step` the plain local tensors, and takes them back: outside the step, param_groups
-hold the sharded parameters. `optimizer.state` is keyed by sharded parameter and holds local tensors, shared with the
-step; `state_dict()` wraps them into DTensors and `load_state_dict()` takes DTensors.
+A step over DTensors pays DTensor dispatch for every parameter. The rule of an element-wise optimizer does not need it,
+so an adapted optimizer lends its own `step` the plain local tensors, and takes them back: outside the step,
+param_groups hold the sharded parameters. `optimizer.state` is keyed by sharded parameter and holds local tensors, shared
+with the step; `state_dict()` wraps them into DTensors and `load_state_dict()` takes DTensors.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
     Args:
         optimizer: built from the parameters of a sharded model. Build LR schedulers after this call.
         precision_aware: hand gradients over as ``decoupled_grad``, in the main-gradient dtype, to an optimizer that
-            takes them so (TransformerEngine's FusedAdam with ``use_decoupled_grad=True``); otherwise gradients of another
-            dtype than the main weights are cast for the step.
+            takes them so (TransformerEngine's FusedAdam with ``use_decoupled_grad=True``); otherwise gradients of
+            another dtype than the main weights are cast for the step.
 
     Returns:
         The same optimizer.
@@ -67,9 +67,7 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
 
 def _check_optimizer(optimizer: Any, precision_aware: bool) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"fully_shard_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}."
-        )
+        raise TypeError(f"fully_shard_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     kind = type(optimizer).__name__
     if isinstance(optimizer, _FsdpOptimizer):
         raise RuntimeError(f"fully_shard_optimizer: expected an optimizer that is not adapted yet, got {kind}.")
@@ -84,8 +82,10 @@ def _check_optimizer(optimizer: Any, precision_aware: bool) -> None:
             f"fully_shard_optimizer: expected {kind}.step to be untouched, got one that an LR scheduler or a tool has "
             "wrapped. Adapt the optimizer first and build the scheduler after."
         )
-    if precision_aware and not any(group.get("use_decoupled_grad") for group in optimizer.param_groups) and (
-        not getattr(optimizer, "use_decoupled_grad", False)
+    if (
+        precision_aware
+        and not any(group.get("use_decoupled_grad") for group in optimizer.param_groups)
+        and (not getattr(optimizer, "use_decoupled_grad", False))
     ):
         raise ValueError(
             f"fully_shard_optimizer precision_aware: expected an optimizer with use_decoupled_grad=True, got {kind}, "
@@ -142,9 +142,7 @@ def _make_step(cls: Any) -> Any:
 class _LocalStep:
     """Lends plain local tensors to an optimizer's step and takes them back."""
 
-    def __init__(
-        self, optimizer: Any, groups: Sequence[FsdpParameterGroup], precision_aware: bool
-    ) -> None:
+    def __init__(self, optimizer: Any, groups: Sequence[FsdpParameterGroup], precision_aware: bool) -> None:
         self._optimizer = optimizer
         self._groups = groups
         self._precision_aware = precision_aware
@@ -167,6 +165,8 @@ class _LocalStep:
         state = optimizer.state
         with torch._C.DisableTorchFunctionSubclass():
             lent = [[self._lend(parameter, state) for parameter in params] for params in sharded]
+        for group in self._groups:
+            group.report_step()
         optimizer.state = self._local_state
         for param_group, params in zip(optimizer.param_groups, lent, strict=True):
             param_group["params"] = params
@@ -178,8 +178,8 @@ class _LocalStep:
             optimizer.state = state
             self._take_back(sharded, lent, state)
 
-    def _lend(self, parameter: Any, state: Any) -> torch.Tensor:
-        local = self._locals.get(id(parameter))
+    def _lend(self, parameter: Any, state: Any) -> Any:
+        local: Any = self._locals.get(id(parameter))
         if local is None:
             local = parameter._local_tensor.detach()
             self._locals[id(parameter)] = local
@@ -187,12 +187,12 @@ class _LocalStep:
         if grad is not None:
             grad = grad._local_tensor
             if self._precision_aware:
-                local.decoupled_grad = grad  # type: ignore[attr-defined]
+                local.decoupled_grad = grad
                 grad = None
             elif grad.dtype != local.dtype:
                 grad = grad.to(local.dtype)
         elif self._precision_aware:
-            local.decoupled_grad = None  # type: ignore[attr-defined]
+            local.decoupled_grad = None
         local.grad = grad
         known = state.get(parameter)
         if known is not None:
@@ -258,22 +258,20 @@ def clip_grad_norm_(
         error_if_nonfinite: raise rather than scale by a norm that is nan or inf.
 
     Returns:
-        The norm before clipping: a 0-d float32 tensor, the same on every rank.
+        The norm before clipping: a 0-d tensor, the same on every rank; float32, or float64 if a parameter is.
 
     Raises:
         ValueError: a bound or order out of range.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
     if not max_norm > 0 or not norm_type > 0:
-        raise ValueError(
-            f"clip_grad_norm_: expected max_norm > 0 and norm_type > 0, got {max_norm} and {norm_type}."
-        )
+        raise ValueError(f"clip_grad_norm_: expected max_norm > 0 and norm_type > 0, got {max_norm} and {norm_type}.")
     items = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     total = grad_norm(items, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
-            f"clip_grad_norm_: expected a finite gradient norm, got {float(total)}. Lower the learning rate or the loss "
-            "scale, or pass error_if_nonfinite=False to go on."
+            f"clip_grad_norm_: expected a finite gradient norm, got {float(total)}. Lower the learning rate or the "
+            "loss scale, or pass error_if_nonfinite=False to go on."
         )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -284,7 +282,7 @@ def clip_grad_norm_(
 
 
 def grad_norm(parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of all gradients over all ranks as a 0-d float32 tensor; every rank must call it.
+    """Return the norm of all gradients over all ranks, 0-d, as `clip_grad_norm_` does; every rank must call it.
 
     Shards are reduced over the mesh axes that shard them and over no other, so that replicas count once. Every mesh
     among the parameters is reduced over, whether this rank has gradients there or not.
@@ -297,10 +295,11 @@ def grad_norm(parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> tor
             if parameter.grad is not None:
                 gradients.append(_local_gradient(parameter.grad))
         device = _local_gradient(parameters[0]).device if parameters else torch.device("cpu")
-        total = torch.zeros((), dtype=torch.float32, device=device)
+        is_wide = any(parameter.dtype is torch.float64 for parameter in parameters)
+        total = torch.zeros((), dtype=torch.float64 if is_wide else torch.float32, device=device)
         is_max = math.isinf(norm_type)
         for groups, gradients in buckets.values():
-            part = _power_sum(gradients, norm_type, device)
+            part = _power_sum(gradients, norm_type, like=total)
             for group in groups:
                 collectives.all_reduce(part, "max" if is_max else "sum", group)
             total = torch.maximum(total, part) if is_max else total + part
@@ -319,14 +318,12 @@ def _local_gradient(gradient: torch.Tensor) -> torch.Tensor:
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
-def _power_sum(
-    gradients: Sequence[torch.Tensor], norm_type: float, device: torch.device
-) -> torch.Tensor:
-    """Return the sum over elements of |g|**norm_type, or their largest |g| for inf, in float32."""
+def _power_sum(gradients: Sequence[torch.Tensor], norm_type: float, *, like: torch.Tensor) -> torch.Tensor:
+    """Return the sum over elements of |g|**norm_type, or their largest |g| for inf, in the dtype of `like`."""
     filled = [gradient for gradient in gradients if gradient.numel()]
     if not filled:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    norms = torch.stack(torch._foreach_norm(filled, norm_type, dtype=torch.float32))
+        return torch.zeros_like(like)
+    norms = torch.stack(torch._foreach_norm(filled, norm_type, dtype=like.dtype))
     if math.isinf(norm_type):
         return norms.max()
     return norms.pow(norm_type).sum()

@@ -90,9 +90,7 @@ class FsdpParameterGroup:
         has_final_gradients: False after a microbatch that was not the last.
     """
 
-    def __init__(
-        self, parameters: Sequence[OwnedParameter], options: GroupOptions, name: str
-    ) -> None:
+    def __init__(self, parameters: Sequence[OwnedParameter], options: GroupOptions, name: str) -> None:
         first = parameters[0].parameter
         policy = options.mixed_precision_policy
         self.name = name
@@ -240,6 +238,11 @@ class FsdpParameterGroup:
     def report_compute(self, operation: str) -> None:
         """Tell an observer that compute reads the gathered weights now."""
         report_access(operation, reads=(self.full_weight.name,))
+
+    def report_step(self) -> None:
+        """Tell an observer that an optimizer reads main gradients and writes main weights now."""
+        if self.main_grad is not None:
+            report_access("step", reads=(self.main_grad.name,), writes=(self.main_weight.name,))
 
     def pack_gradients(self) -> None:
         """Move the gradients of this backward into `full_grad`, on the stream that computed them.

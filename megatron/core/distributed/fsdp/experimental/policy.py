@@ -107,9 +107,7 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for field in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
             value = getattr(self, field)
-            if value is not None and not (
-                isinstance(value, torch.dtype) and value.is_floating_point
-            ):
+            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise ValueError(
                     f"MixedPrecisionPolicy.{field}: expected a floating-point torch.dtype or None, got {value!r}."
                 )

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ from .device import Event, Stream, current_stream, new_stream, profile_range
 from .indexed_order import IndexedOrder
 from .parameter_group import FsdpParameterGroup
 from .policy import SchedulePolicy
+
+_engine: Any = Variable._execution_engine
 
 MAX_REDUCTIONS_IN_FLIGHT = 1
 """Units whose packed gradients are kept while the next unit packs its own: two full-size buffers in all."""
@@ -110,9 +112,7 @@ class FsdpContext:
         self.unify_communication_stream = unify_communication_stream
         self.allgather_stream: Stream = new_stream(device, "all_gather")
         self.reduce_scatter_stream: Stream = (
-            self.allgather_stream
-            if unify_communication_stream
-            else new_stream(device, "reduce_scatter")
+            self.allgather_stream if unify_communication_stream else new_stream(device, "reduce_scatter")
         )
         self.is_last_microbatch = True
         self.num_units_in_forward = 0
@@ -167,7 +167,7 @@ class FsdpContext:
         for root in roots:
             for name, module in _as_module(root).named_modules():
                 if module in self._registered:
-                    unit: Unit = module  # type: ignore[assignment]
+                    unit = _as_unit(module)
                     unit._fsdp_bind(name or type(module).__name__, root)
                     self.forward_order.append(unit)
         for root in reversed(roots):
@@ -234,20 +234,14 @@ class FsdpContext:
     def prefetch_forward(self, unit: Unit) -> None:
         """Start gathering the units that come next in forward, within the unit's budget."""
         policy = unit.schedule_policy
-        self._prefetch(
-            unit, self.forward_order, policy.forward_prefetch_units, policy.forward_prefetch_numel
-        )
+        self._prefetch(unit, self.forward_order, policy.forward_prefetch_units, policy.forward_prefetch_numel)
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Start gathering the units that come next in backward, within the unit's budget."""
         policy = unit.schedule_policy
-        self._prefetch(
-            unit, self.backward_order, policy.backward_prefetch_units, policy.backward_prefetch_numel
-        )
+        self._prefetch(unit, self.backward_order, policy.backward_prefetch_units, policy.backward_prefetch_numel)
 
-    def _prefetch(
-        self, unit: Unit, order: IndexedOrder[Unit], max_units: int, max_numel: int | None
-    ) -> None:
+    def _prefetch(self, unit: Unit, order: IndexedOrder[Unit], max_units: int, max_numel: int | None) -> None:
         if max_units == 0:
             return
         num_units = numel = 0
@@ -305,7 +299,7 @@ class FsdpContext:
         """
         if not self._post_backward_hook_registered:
             self._post_backward_hook_registered = True
-            Variable._execution_engine.queue_callback(_weak_post_backward(self))  # type: ignore[no-untyped-call]
+            _engine.queue_callback(_weak_post_backward(self))
 
     def post_backward(self) -> None:
         """Close what the backward left open and let compute see the reduced gradients; called at its end.
@@ -388,11 +382,14 @@ def _as_module(unit: Unit) -> nn.Module:
     return unit
 
 
-def _collect_backward_order(
-    module: nn.Module, registered: IndexedOrder[Unit], order: IndexedOrder[Unit]
-) -> None:
+def _as_unit(module: Any) -> Unit:
+    unit: Unit = module
+    return unit
+
+
+def _collect_backward_order(module: nn.Module, registered: IndexedOrder[Unit], order: IndexedOrder[Unit]) -> None:
     """Append a unit before its children and the children last to first: the order in which backward reaches them."""
     if module in registered and module not in order:
-        order.append(module)  # type: ignore[arg-type]
+        order.append(_as_unit(module))
     for child in reversed(list(module.children())):
         _collect_backward_order(child, registered, order)

@@ -1,0 +1,146 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a function on n gloo ranks: worker processes are started once per world size and reused by every test."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.optim"])
+_pools: dict[int, _Pool] = {}
+
+DEFAULT_TIMEOUT_S = 120
+GRACE_S = 10
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> list[Any]:
+    """Call `function(*args)` on every rank of a gloo group and return the results in rank order.
+
+    A rank that raises, or the time-out, fails the test with every rank's traceback or stack.
+    """
+    pool = _pools.get(world_size)
+    if pool is None:
+        pool = _pools[world_size] = _Pool(world_size)
+    try:
+        return pool.run(function, args, timeout_s)
+    except BaseException:
+        _pools.pop(world_size).close()
+        raise
+
+
+def run_ranks_expecting(world_size: int, error: type[Exception], function: Callable[..., Any], *args: Any) -> list[str]:
+    """Call `function` on every rank, require `error` on each of them, and return the messages."""
+    return run_ranks(world_size, _expect, error, function, args)
+
+
+def _expect(error: type[Exception], function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    try:
+        function(*args)
+    except error as raised:
+        return str(raised)
+    raise AssertionError(f"expected {error.__name__} from {function.__name__}{args}, got none")
+
+
+class _Pool:
+    def __init__(self, world_size: int) -> None:
+        self.folder = tempfile.mkdtemp(prefix="fsdp-ranks-")
+        self.connections = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve, args=(theirs, rank, world_size, self.folder, list(sys.path)), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        for connection in self.connections:
+            connection.send((list(sys.path), function, args))
+        results: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(results) < len(self.connections):
+            waiting = [c for rank, c in enumerate(self.connections) if rank not in results]
+            ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise AssertionError(self._report(results, f"no answer within {timeout_s} s"))
+            for connection in ready:
+                rank = self.connections.index(connection)
+                try:
+                    results[rank] = connection.recv()
+                except EOFError:
+                    results[rank] = (False, f"worker died, exit code {self.processes[rank].exitcode}")
+                if not results[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if not all(ok for ok, _ in results.values()):
+            raise AssertionError(self._report(results, "a rank failed"))
+        return [results[rank][1] for rank in range(len(self.connections))]
+
+    def _report(self, results: dict[int, tuple[bool, Any]], reason: str) -> str:
+        lines = [reason]
+        for rank, process in enumerate(self.processes):
+            if rank in results:
+                ok, value = results[rank]
+                lines.append(f"--- rank {rank}: {'finished' if ok else value}")
+                continue
+            lines.append(f"--- rank {rank} is stuck in:")
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(0.5)
+            with open(os.path.join(self.folder, f"stack{rank}")) as file:
+                lines.append(file.read())
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _serve(connection: Any, rank: int, world_size: int, folder: str, path: list[str]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    sys.path[:] = path
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    stack_file = open(os.path.join(folder, f"stack{rank}"), "w")  # noqa: SIM115 - lives as long as the process
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    while True:
+        try:
+            path, function, args = connection.recv()
+        except EOFError:
+            return
+        sys.path[:] = path
+        try:
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in _pools.values():
+        pool.close()

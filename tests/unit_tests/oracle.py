@@ -1,0 +1,189 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""The same training in one process and on n ranks, and the comparison of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed.fsdp.experimental import (
+    FsdpModule,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard_context,
+    fully_shard_optimizer,
+    gather_full,
+    microbatch,
+)
+from tests.unit_tests.models import build, loss_of, make_batch, shard_layers
+from tests.unit_tests.trace import CollectiveLog
+
+SAMPLES_PER_RANK = 4
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training run; the defaults are the shortest that exercise everything."""
+
+    model: str = "mlp"
+    optimizer: str = "adamw"
+    steps: int = 10
+    microbatches: int = 1
+    set_to_none: bool = True
+    max_norm: float | None = 1.0
+    dtype: torch.dtype = torch.float32
+    policy: MixedPrecisionPolicy | None = None
+    context: dict[str, Any] = field(default_factory=dict)
+    shard: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """What a run leaves behind, in full tensors; `gradients` are those of the last step, after clipping."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor | None]
+    weights: dict[str, torch.Tensor]
+    state: dict[str, dict[str, torch.Tensor]]
+
+
+def run_reference(recipe: Recipe, world_size: int) -> Run:
+    """Train in this process on the global batch: the ranks' microbatches, one after another."""
+    model = build(recipe.model).to(recipe.dtype)
+    optimizer = OPTIMIZERS[recipe.optimizer]([p for p in model.parameters() if p.requires_grad])
+    losses, norms = [], []
+    share = world_size * recipe.microbatches
+    for step in range(recipe.steps):
+        optimizer.zero_grad(set_to_none=recipe.set_to_none)
+        total = 0.0
+        for index in range(recipe.microbatches):
+            for rank in range(world_size):
+                inputs, targets = _slice(model, recipe, step, index, rank, world_size)
+                loss = loss_of(model, inputs, targets)
+                (loss / share).backward()
+                total += loss.item() / share
+        losses.append(total)
+        if recipe.max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
+            norms.append(norm.item())
+        optimizer.step()
+    named = dict(model.named_parameters())
+    return Run(
+        losses,
+        norms,
+        {name: p.grad for name, p in named.items()},
+        {name: p.detach() for name, p in named.items()},
+        {name: dict(optimizer.state[p]) for name, p in named.items() if p in optimizer.state},
+    )
+
+
+def run_sharded(recipe: Recipe) -> Run:
+    """Train on this rank's share with FSDP; check the resting state and the collective log after every step."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = build(recipe.model).to(recipe.dtype)
+    with fully_shard_context("cpu", **recipe.context) as context:
+        shard_layers(model, mixed_precision_policy=recipe.policy, **recipe.shard)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = fully_shard_optimizer(OPTIMIZERS[recipe.optimizer](trainable))
+    losses, norms = [], []
+    for step in range(recipe.steps):
+        with CollectiveLog() as log:
+            optimizer.zero_grad(set_to_none=recipe.set_to_none)
+            total = torch.zeros((), dtype=torch.float64)
+            for index in range(recipe.microbatches):
+                inputs, targets = _slice(model, recipe, step, index, rank, world_size)
+                with microbatch(context, is_last=index == recipe.microbatches - 1):
+                    loss = loss_of(model, inputs, targets)
+                    (loss / recipe.microbatches).backward()
+                total += loss.detach() / recipe.microbatches
+            if recipe.max_norm is not None:
+                norms.append(clip_grad_norm_(trainable, recipe.max_norm).item())
+            optimizer.step()
+        assert_at_rest(model)
+        assert_same_on_all_ranks(log.entries)
+        dist.all_reduce(total)
+        losses.append(total.item() / world_size)
+    named = dict(model.named_parameters())
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    names = {id(p): name for name, p in named.items()}
+    saved = optimizer.state_dict()["state"]
+    for index, parameter in enumerate(trainable):
+        state[names[id(parameter)]] = {
+            key: gather_full(value, parameter) if value.shape == parameter.shape else value
+            for key, value in saved.get(index, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+    return Run(
+        losses,
+        norms,
+        {name: None if p.grad is None else p.grad.full_tensor() for name, p in named.items()},
+        {name: p.full_tensor() for name, p in named.items()},
+        state,
+    )
+
+
+def assert_parity(run: Run, reference: Run, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Compare losses, norms, gradients, weights and optimizer state; a gradient is None in both or in neither."""
+    close = {"rtol": rtol, "atol": atol}
+    for ours, theirs in ((run.losses, reference.losses), (run.norms, reference.norms)):
+        torch.testing.assert_close(
+            torch.tensor(ours, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64), **close
+        )
+    assert run.weights.keys() == reference.weights.keys()
+    for name, weight in reference.weights.items():
+        torch.testing.assert_close(run.weights[name], weight, check_dtype=False, msg=_named(name, "weight"), **close)
+        gradient, expected = run.gradients[name], reference.gradients[name]
+        assert (gradient is None) == (expected is None), f"gradient of {name}"
+        if expected is not None:
+            torch.testing.assert_close(gradient, expected, check_dtype=False, msg=_named(name, "gradient"), **close)
+    assert run.state.keys() == reference.state.keys()
+    for name, expected_state in reference.state.items():
+        assert run.state[name].keys() == expected_state.keys(), name
+        for key, value in expected_state.items():
+            torch.testing.assert_close(run.state[name][key], value, check_dtype=False, msg=_named(name, key), **close)
+
+
+def assert_at_rest(model: Any) -> None:
+    """Require every unit at rest, no gathered storage, no reduction under way, sharded parameters in the module."""
+    for unit in (module for module in model.modules() if isinstance(module, FsdpModule)):
+        assert unit.phase is FsdpModule.Phase.RESTING, unit.name
+        assert unit.unshard_event is None, unit.name
+        assert not unit.context._reductions
+        assert unit._fsdp_countdown.remaining == unit._fsdp_countdown.total, unit.name
+        for group in unit.parameter_groups:
+            assert group.full_weight.local.untyped_storage().nbytes() == 0, group.name
+            if group.full_grad is not None:
+                assert group.full_grad.local.untyped_storage().nbytes() == 0, group.name
+                assert group._reduced_grad.local.untyped_storage().nbytes() == 0, group.name
+                assert all(parameter.grad is None for parameter in group.unsharded_parameters)
+    assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def assert_same_on_all_ranks(value: Any) -> None:
+    """Require an equal picklable value on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    assert all(other == values[0] for other in values), f"ranks differ: {values}"
+
+
+def _named(name: str, what: str) -> Callable[[str], str]:
+    return lambda message: f"{what} of {name}: {message}"
+
+
+def _slice(
+    model: Any, recipe: Recipe, step: int, index: int, rank: int, world_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = make_batch(model, SAMPLES_PER_RANK * world_size, seed=1000 * step + index)
+    mine = slice(rank * SAMPLES_PER_RANK, (rank + 1) * SAMPLES_PER_RANK)
+    inputs, targets = inputs[mine], targets[mine]
+    return (inputs.to(recipe.dtype) if inputs.is_floating_point() else inputs), targets

@@ -1,0 +1,158 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Observers of the runtime: a log of collectives, and a vector clock per stream that finds races on the host."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.fsdp.experimental import device
+
+Clock = dict[str, int]
+
+
+class CollectiveLog:
+    """Records (operation, dtype, numel, ranks) of every collective inside the block."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, str, int, int]] = []
+
+    def __enter__(self) -> CollectiveLog:
+        self._block = device.observe(self)
+        self._block.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._block.__exit__(None, None, None)
+
+    def new_stream(self, name: str) -> device.Stream:
+        return device.HostStream()
+
+    def current_stream(self) -> device.Stream:
+        return device.HostStream()
+
+    def access(self, operation: str, reads: Sequence[str], writes: Sequence[str]) -> None:
+        pass
+
+    def collective(self, operation: str, dtype: torch.dtype, numel: int, ranks: int) -> None:
+        self.entries.append((operation, str(dtype), numel, ranks))
+
+
+@dataclass
+class _Event:
+    clock: Clock
+
+    def query(self) -> bool:
+        return True
+
+
+class TraceStream:
+    """A host stream that knows which operations of other streams it is ordered after."""
+
+    def __init__(self, trace: Trace, name: str) -> None:
+        self.trace = trace
+        self.name = name
+        self.clock: Clock = defaultdict(int)
+
+    def __enter__(self) -> TraceStream:
+        self.trace.stack.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.trace.stack.pop()
+
+    def record_event(self) -> _Event:
+        return _Event(dict(self.clock))
+
+    def wait_event(self, event: _Event) -> None:
+        if self.trace.drops(_call_site()):
+            return
+        for name, time in event.clock.items():
+            self.clock[name] = max(self.clock[name], time)
+
+    def wait_stream(self, stream: TraceStream) -> None:
+        if self.trace.drops(_call_site()):
+            return
+        for name, time in stream.clock.items():
+            self.clock[name] = max(self.clock[name], time)
+
+
+@dataclass
+class _Use:
+    operation: str
+    stream: str
+    time: int
+
+    def is_before(self, clock: Clock) -> bool:
+        return self.time <= clock.get(self.stream, 0)
+
+
+@dataclass
+class _Buffer:
+    write: _Use | None = None
+    reads: list[_Use] = field(default_factory=list)
+
+
+class Trace:
+    """Sees every stream and buffer use; two unordered uses of a buffer, one of them a write, are a race.
+
+    Args:
+        dropped_wait: a wait site, as listed in `wait_sites`, whose waits do nothing.
+    """
+
+    def __init__(self, dropped_wait: str | None = None) -> None:
+        self.compute = TraceStream(self, "compute")
+        self.stack: list[TraceStream] = [self.compute]
+        self.events: list[tuple[str, str, tuple[str, ...]]] = []
+        self.races: list[str] = []
+        self.wait_sites: list[str] = []
+        self._dropped_wait = dropped_wait
+        self._buffers: dict[str, _Buffer] = defaultdict(_Buffer)
+
+    def new_stream(self, name: str) -> TraceStream:
+        return TraceStream(self, name)
+
+    def current_stream(self) -> TraceStream:
+        return self.stack[-1]
+
+    def drops(self, site: str) -> bool:
+        if site not in self.wait_sites:
+            self.wait_sites.append(site)
+        return site == self._dropped_wait
+
+    def access(self, operation: str, reads: Sequence[str], writes: Sequence[str]) -> None:
+        stream = self.stack[-1]
+        stream.clock[stream.name] += 1
+        use = _Use(operation, stream.name, stream.clock[stream.name])
+        self.events.append((stream.name, operation, (*reads, *writes)))
+        for name in reads:
+            buffer = self._buffers[name]
+            self._require_order(name, use, stream.clock, [buffer.write])
+            buffer.reads.append(use)
+        for name in writes:
+            buffer = self._buffers[name]
+            self._require_order(name, use, stream.clock, [buffer.write, *buffer.reads])
+            buffer.write, buffer.reads = use, []
+
+    def _require_order(self, name: str, use: _Use, clock: Clock, earlier: list[_Use | None]) -> None:
+        for other in earlier:
+            if other is not None and not other.is_before(clock):
+                self.races.append(
+                    f"{name}: {use.operation} on {use.stream} is not ordered after {other.operation} on {other.stream}"
+                )
+
+    def collective(self, operation: str, dtype: torch.dtype, numel: int, ranks: int) -> None:
+        pass
+
+
+def _call_site() -> str:
+    frame: Any = sys._getframe(2)
+    return (
+        f"{frame.f_code.co_qualname if hasattr(frame.f_code, 'co_qualname') else frame.f_code.co_name}:{frame.f_lineno}"
+    )
