@@ -50,11 +50,18 @@ def _explain_unknown(flag: str, known: Sequence[str]) -> str:
             "Unsupported flag: expected a flag that this script honours, got "
             f"{flag} for the command line. {REFUSED_FLAGS[flag]}"
         )
-    nearest = difflib.get_close_matches(flag, known, n=1, cutoff=0.0)[0]
+    nearest = max(known, key=lambda name: _similarity(flag, name))
+    hint = f"Did you mean {nearest}? " if _similarity(flag, nearest) > 0.7 else ""
     return (
         f"Unknown flag: expected a flag that this script honours, got {flag} for the command line. "
-        f"Did you mean {nearest}? See --help for all flags."
+        f"{hint}See --help for all flags."
     )
+
+
+def _similarity(flag: str, name: str) -> float:
+    """Compare letters and whole words: --fsdp is near --use-megatron-fsdp-v2."""
+    num_shared_words = len(set(flag[2:].split("-")) & set(name[2:].split("-")))
+    return difflib.SequenceMatcher(None, flag, name).ratio() + 0.3 * num_shared_words
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -85,8 +92,7 @@ class _Parser(argparse.ArgumentParser):
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pretrain_gpt.py",
-        description="Train a GPT with megatron-core; without a data flag, on the bytes of the "
-        "Python standard library.",
+        description="Train a GPT with megatron-core; without a data flag, on the bytes of the Python standard library.",
         allow_abbrev=False,
         exit_on_error=False,
         formatter_class=_HelpFormatter,

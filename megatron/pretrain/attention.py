@@ -85,8 +85,7 @@ class SdpaCoreAttention(MegatronModule):
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         if attention_mask is None and mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             raise NotImplementedError(
-                f"Attention: expected a mask, got none for mask type {mask_type.name}. Pass "
-                "attention_mask."
+                f"Attention: expected a mask, got none for mask type {mask_type.name}. Pass attention_mask."
             )
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         dropout = self.dropout if self.training else 0.0

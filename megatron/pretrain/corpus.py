@@ -62,14 +62,21 @@ def build_corpus(prefix: str, root: Path | None = None) -> None:
     folder = Path(prefix).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        workplace = tempfile.mkdtemp(dir=folder)
+        workplace = tempfile.TemporaryDirectory(dir=folder)
     except OSError as error:
         raise OSError(
             f"Byte corpus: expected a folder to write to, got {error} for XDG_CACHE_HOME. "
             "Point it to a folder of yours, or give --data-path."
         ) from error
-    draft = os.path.join(workplace, "draft")
-    builder = IndexedDatasetBuilder(f"{draft}.bin", dtype=np.uint16)
+    with workplace:
+        draft = os.path.join(workplace.name, "draft")
+        _write_corpus(draft, root)
+        os.replace(f"{draft}.bin", f"{prefix}.bin")
+        os.replace(f"{draft}.idx", f"{prefix}.idx")
+
+
+def _write_corpus(prefix: str, root: Path) -> None:
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     num_documents = 0
     for path in iterate_sources(root):
         tokens = np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16)
@@ -78,13 +85,9 @@ def build_corpus(prefix: str, root: Path | None = None) -> None:
     if not num_documents:
         raise FileNotFoundError(
             f"Byte corpus: expected Python sources, got none under {root} for the run without a "
-            "data flag. "
-            "Give --data-path or --mock-data."
+            "data flag. Give --data-path or --mock-data."
         )
-    builder.finalize(f"{draft}.idx")
-    os.replace(f"{draft}.bin", f"{prefix}.bin")
-    os.replace(f"{draft}.idx", f"{prefix}.idx")
-    os.rmdir(workplace)
+    builder.finalize(f"{prefix}.idx")
 
 
 def iterate_sources(root: Path) -> Iterator[Path]:

@@ -25,6 +25,7 @@ _MODULES_WITH_CUDA_LITERALS = (
     "optimizer.grad_scaler",
     "optimizer.optimizer",
     "pipeline_parallel.schedules",
+    "transformer.utils",
     "utils",
 )
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")

@@ -62,9 +62,7 @@ def check_data(args: argparse.Namespace) -> None:
         blend = _read_blend(flag, words)
         split = args.split if flag == "--data-path" else "1"
         for prefix in blend[0]:
-            _check_split_sizes(
-                check_indexed_files(prefix, flag).sequence_lengths, split, prefix, flag
-            )
+            _check_split_sizes(check_indexed_files(prefix, flag).sequence_lengths, split, prefix, flag)
 
 
 def prepare_corpus(args: argparse.Namespace, place: Place) -> None:
@@ -79,9 +77,7 @@ def prepare_corpus(args: argparse.Namespace, place: Place) -> None:
     if place.local_rank == 0:
         build_corpus(prefix)
     torch.distributed.barrier()
-    _check_split_sizes(
-        check_indexed_files(prefix, _BYTE_CORPUS).sequence_lengths, args.split, prefix, "--split"
-    )
+    _check_split_sizes(check_indexed_files(prefix, _BYTE_CORPUS).sequence_lengths, args.split, prefix, "--split")
     args.data_path = [prefix]
     if args.data_cache_path is None:
         args.data_cache_path = str(folder / "indices")
@@ -145,8 +141,7 @@ def _read_blend(flag: str, words: list[str]) -> tuple[list[str], list[float] | N
     prefixes, weights = get_blend_from_list(words)
     if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < float("inf")):
         raise ValueError(
-            f"Blend: expected weights >= 0 with a sum above 0, got {weights} for {flag}. Correct "
-            "the weights."
+            f"Blend: expected weights >= 0 with a sum above 0, got {weights} for {flag}. Correct the weights."
         )
     return prefixes, weights
 
@@ -232,9 +227,7 @@ def _iterate(dataset: Any, num_samples: int, args: argparse.Namespace) -> Iterat
         yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def microbatch_indices(
-    num_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int
-) -> Iterator[list[int]]:
+def microbatch_indices(num_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[list[int]]:
     """Yield the sample indices of one rank's microbatches in order.
 
     Each run of micro_batch_size * dp_size samples goes to the ranks in turn, as in Megatron-LM. For

@@ -76,8 +76,7 @@ def start_process_groups(args: argparse.Namespace, place: Place) -> None:
     backend = args.distributed_backend or ("nccl" if has_cuda else "gloo")
     if backend == "nccl" and not has_cuda:
         raise ValueError(
-            "Backend: expected gloo on a host without CUDA, got nccl for --distributed-backend. "
-            "Drop the flag."
+            "Backend: expected gloo on a host without CUDA, got nccl for --distributed-backend. Drop the flag."
         )
     if has_cuda:
         if place.local_rank >= torch.cuda.device_count():

@@ -55,9 +55,7 @@ class LoggedIteration:
     tokens_per_s: float
 
 
-def format_training_line(
-    logged: LoggedIteration, args: argparse.Namespace, *, num_skipped: int, num_nan: int
-) -> str:
+def format_training_line(logged: LoggedIteration, args: argparse.Namespace, *, num_skipped: int, num_nan: int) -> str:
     """Format Megatron-LM's training line, without its time stamp.
 
     Args:
@@ -209,18 +207,14 @@ class TrainingLog:
             tokens_per_s=args.global_batch_size * args.seq_length / elapsed_s,
         )
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
-        line = format_training_line(
-            logged, args, num_skipped=self._num_skipped, num_nan=self._num_nan
-        )
+        line = format_training_line(logged, args, num_skipped=self._num_skipped, num_nan=self._num_nan)
         self.print(f" [{stamp}]{line}")
         if self._json is not None:
             self._json.write(json.dumps(asdict(logged)) + "\n")
         self._reset()
         self.restart_clock()
 
-    def write_validation(
-        self, iteration: int, lm_loss: float, place: str, *, is_test: bool = False
-    ) -> None:
+    def write_validation(self, iteration: int, lm_loss: float, place: str, *, is_test: bool = False) -> None:
         """Write the result of an evaluation.
 
         Args:

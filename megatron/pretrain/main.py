@@ -61,12 +61,8 @@ def pretrain(command: Command) -> None:
     training.train(state)
 
     end = f"iteration {args.train_iters}"
-    training.report_evaluation(
-        state, args.train_iters, state.data.valid, f"{end} on validation set"
-    )
-    training.report_evaluation(
-        state, args.train_iters, state.data.test, f"{end} on test set", is_test=True
-    )
+    training.report_evaluation(state, args.train_iters, state.data.valid, f"{end} on validation set")
+    training.report_evaluation(state, args.train_iters, state.data.test, f"{end} on test set", is_test=True)
     if args.plot and log.is_writer:
         wrapper = "Megatron-FSDP v2" if args.use_megatron_fsdp_v2 else "megatron-core DDP"
         plot.draw_loss_curve(log.history, args.plot, f"{wrapper}, {place.world_size} rank(s)")

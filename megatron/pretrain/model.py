@@ -65,9 +65,7 @@ def uses_transformer_engine(args: argparse.Namespace) -> bool:
     Raises:
         ValueError: They were asked for and cannot run here.
     """
-    is_possible = (
-        torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-    )
+    is_possible = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     if args.transformer_impl == "transformer_engine" and not is_possible:
         raise ValueError(
             "Layers: expected CUDA and an installed transformer-engine, got a host that lacks one "
@@ -114,9 +112,7 @@ def _build_config(args: argparse.Namespace) -> TransformerConfig:
 def _build_layer_spec(args: argparse.Namespace, *, uses_te: bool) -> ModuleSpec:
     if uses_te:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
-    spec = get_gpt_layer_local_spec(
-        qk_layernorm=args.qk_layernorm, normalization=args.normalization
-    )
+    spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
     return spec
 

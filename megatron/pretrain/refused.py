@@ -6,9 +6,7 @@ A flag that would change nothing is refused rather than ignored. Flags in neithe
 parser get the nearest known name.
 """
 
-_CHECKPOINT = (
-    "This loop neither saves nor loads checkpoints yet: drop the flag and train from the start."
-)
+_CHECKPOINT = "This loop neither saves nor loads checkpoints yet: drop the flag and train from the start."
 _KERNELS = "Kernels and fusions follow from the host and --transformer-impl: drop the flag."
 _TOKENS = "The data holds token ids already: drop the flag and give their number with --vocab-size."
 _FP16 = "Half precision with loss scaling is not offered: use --bf16, or neither for fp32."

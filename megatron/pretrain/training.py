@@ -47,9 +47,7 @@ class TrainState:
     log: TrainingLog
 
 
-def build_train_state(
-    args: argparse.Namespace, data: DataIterators, log: TrainingLog
-) -> TrainState:
+def build_train_state(args: argparse.Namespace, data: DataIterators, log: TrainingLog) -> TrainState:
     """Build model, optimizer and schedules; called on every rank.
 
     Args:
@@ -150,9 +148,7 @@ def report_evaluation(
     state.log.write_validation(iteration, lm_loss, place, is_test=is_test)
 
 
-def _run_schedule(
-    state: TrainState, data: Iterator[Batch], *, forward_only: bool
-) -> list[dict[str, torch.Tensor]]:
+def _run_schedule(state: TrainState, data: Iterator[Batch], *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
     losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, state.args),
         data_iterator=data,
@@ -167,9 +163,7 @@ def _run_schedule(
 
 def _forward_step(args: argparse.Namespace, data: Iterator[Batch], model: MegatronModule) -> Any:
     batch = next(data)
-    token_losses = model(
-        batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"]
-    )
+    token_losses = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
     return token_losses, partial(_sum_losses, args, batch["loss_mask"])
 
 
@@ -198,9 +192,7 @@ def _sum_losses(args: argparse.Namespace, mask: torch.Tensor, token_losses: torc
 def _sum_over_ranks(losses: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
     """Add up [sum of losses, number of tokens] over microbatches and data-parallel ranks."""
     pair = torch.stack([loss["lm loss"] for loss in losses]).double().sum(dim=0)
-    torch.distributed.all_reduce(
-        pair, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
+    torch.distributed.all_reduce(pair, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     total, num_tokens = pair.tolist()
     return total, num_tokens
 
@@ -256,14 +248,10 @@ def _build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParam
         wd_incr_steps=args.train_iters * batch,
         wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=False,
-        wsd_decay_steps=None
-        if args.lr_wsd_decay_iters is None
-        else args.lr_wsd_decay_iters * batch,
+        wsd_decay_steps=None if args.lr_wsd_decay_iters is None else args.lr_wsd_decay_iters * batch,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
 
 
 def _current_learning_rate(optimizer: Any) -> float:
-    return float(
-        next(group["lr"] for group in optimizer.param_groups if group.get("default_config", True))
-    )
+    return float(next(group["lr"] for group in optimizer.param_groups if group.get("default_config", True)))

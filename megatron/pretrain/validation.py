@@ -43,8 +43,7 @@ def _check_parallelism(args: argparse.Namespace) -> None:
         if size != 1:
             flag = f"--{name.replace('_', '-')}-parallel-size"
             raise NotImplementedError(
-                f"Parallelism: expected 1, got {size} for {flag}. Drop it: all ranks train "
-                "data-parallel for now."
+                f"Parallelism: expected 1, got {size} for {flag}. Drop it: all ranks train data-parallel for now."
             )
 
 
@@ -79,9 +78,7 @@ def _complete_model(args: argparse.Namespace) -> None:
             "Change one of them",
         )
     if args.ffn_hidden_size is None:
-        args.ffn_hidden_size = (
-            int(4 * hidden * 2 / 3 / 64) * 64 or 64 if args.swiglu else 4 * hidden
-        )
+        args.ffn_hidden_size = int(4 * hidden * 2 / 3 / 64) * 64 or 64 if args.swiglu else 4 * hidden
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.max_position_embeddings < args.seq_length:
@@ -99,9 +96,7 @@ def _complete_data(args: argparse.Namespace) -> None:
         _fail("Data", "--mock-data or files", "both", "--mock-data", "Drop one of them")
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     if args.data_path and any(per_split):
-        _fail(
-            "Data", "--data-path or one flag per split", "both", "--data-path", "Drop one of them"
-        )
+        _fail("Data", "--data-path or one flag per split", "both", "--data-path", "Drop one of them")
     if any(per_split) and not args.train_data_path:
         _fail("Data", "a training set", "none", "--train-data-path", "Add it")
     args.is_byte_corpus = not (args.mock_data or has_files(args))
@@ -125,12 +120,7 @@ def _check_split(args: argparse.Namespace) -> None:
         weights = [float(word) for word in args.split.split(",")]
     except ValueError:
         weights = []
-    if (
-        not 1 <= len(weights) <= 3
-        or min(weights) < 0
-        or not weights[0] > 0
-        or sum(weights) == float("inf")
-    ):
+    if not 1 <= len(weights) <= 3 or min(weights) < 0 or not weights[0] > 0 or sum(weights) == float("inf"):
         _fail(
             "Split",
             "up to three weights such as 969,30,1 and the first above 0",
@@ -140,9 +130,7 @@ def _check_split(args: argparse.Namespace) -> None:
         )
     weights += [0.0] * (3 - len(weights))
     reads_split = args.is_byte_corpus or bool(args.data_path)
-    has_validation = (
-        args.mock_data or bool(args.valid_data_path) or (reads_split and weights[1] > 0)
-    )
+    has_validation = args.mock_data or bool(args.valid_data_path) or (reads_split and weights[1] > 0)
     has_test = args.mock_data or bool(args.test_data_path) or (reads_split and weights[2] > 0)
     if args.eval_iters > 0 and not (has_validation or has_test):
         _fail(
@@ -161,8 +149,7 @@ def _complete_batch(args: argparse.Namespace, world_size: int) -> None:
     if args.global_batch_size % per_step:
         _fail(
             "Batch size",
-            f"a multiple of {per_step} (--micro-batch-size {args.micro_batch_size} x {world_size} "
-            "data-parallel ranks)",
+            f"a multiple of {per_step} (--micro-batch-size {args.micro_batch_size} x {world_size} data-parallel ranks)",
             str(args.global_batch_size),
             "--global-batch-size",
             "Change one of the three",
@@ -180,11 +167,7 @@ def _complete_schedules(args: argparse.Namespace) -> None:
             "--lr-warmup-iters",
             "Drop one of them",
         )
-    warmup = (
-        args.lr_warmup_iters
-        if args.lr_warmup_fraction is None
-        else args.lr_warmup_fraction * args.lr_decay_iters
-    )
+    warmup = args.lr_warmup_iters if args.lr_warmup_fraction is None else args.lr_warmup_fraction * args.lr_decay_iters
     if warmup >= args.lr_decay_iters:
         _fail(
             "Warm-up",

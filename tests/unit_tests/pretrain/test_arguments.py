@@ -1,0 +1,82 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from megatron.pretrain.arguments import _build_parser, parse_arguments
+from megatron.pretrain.refused import REFUSED_FLAGS
+
+
+def test_values_are_converted_and_the_written_flags_remembered() -> None:
+    args = parse_arguments(["--num-layers", "3", "--lr=2e-3", "--swiglu", "--data-path", "0.5", "a"])
+    assert (args.num_layers, args.lr, args.swiglu) == (3, 2e-3, True)
+    assert args.data_path == ["0.5", "a"]
+    assert args.given == {"--num-layers", "--lr", "--swiglu", "--data-path"}
+
+
+def test_the_empty_command_line_is_a_run() -> None:
+    args = parse_arguments([])
+    assert args.given == set()
+    assert not args.use_megatron_fsdp_v2
+
+
+@pytest.mark.parametrize(
+    ("flag", "nearest"),
+    [
+        ("--num-layer", "--num-layers"),
+        ("--use-megatron-fsdp-2", "--use-megatron-fsdp-v2"),
+        ("--warmup-iters", "--lr-warmup-iters"),
+        ("--fsdp", "--use-megatron-fsdp-v2"),
+        ("--num-heads", "--num-attention-heads"),
+        ("--trian-iters", "--train-iters"),
+        ("--batch-size", "--micro-batch-size"),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_the_nearest(flag: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=f"Unknown flag: .* got {flag} .* Did you mean {nearest}?"):
+        parse_arguments(["--swiglu", flag, "4"])
+
+
+def test_an_unknown_flag_that_is_near_none_gets_no_suggestion() -> None:
+    with pytest.raises(ValueError, match=r"got --zzz for the command line\. See --help") as error:
+        parse_arguments(["--zzz"])
+    assert "Did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("flag", REFUSED_FLAGS)
+def test_a_refused_flag_says_what_to_do(flag: str) -> None:
+    with pytest.raises(ValueError, match="Unsupported flag") as error:
+        parse_arguments([flag])
+    assert f"got {flag} for the command line. {REFUSED_FLAGS[flag]}" in str(error.value)
+    assert flag not in _build_parser()._option_string_actions
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num-layers", "0"], "expected an integer >= 1, got '0' for --num-layers"),
+        (["--num-layers", "two"], "expected an integer >= 1, got 'two' for --num-layers"),
+        (["--lr", "nan"], "expected a number >= 0, got 'nan' for --lr"),
+        (["--lr", "-1"], "expected a number >= 0, got '-1' for --lr"),
+        (["--lr", "inf"], "expected a number >= 0, got 'inf' for --lr"),
+        (["--hidden-dropout", "1.5"], r"expected a number in \[0, 1\], got '1.5' for --hidden-drop"),
+        (["--optimizer", "lion"], "expected one of adam, sgd, got 'lion' for --optimizer"),
+        (["--lr"], "expected one argument, got no value for --lr"),
+        (["--data-path"], "expected at least one argument, got no value for --data-path"),
+        (["--swiglu=1"], "ignored explicit argument '1', got a bad one for --swiglu"),
+        (["--swiglu", "1"], "expected flags that start with --, got '1' for no flag"),
+        (["-x"], "expected flags that start with --, got '-x' for no flag"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=f"Command line: {message}"):
+        parse_arguments(words)
+
+
+def test_help_shows_defaults_and_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "(default: 0.001)" in text
+    assert "default: None" not in text
+    assert all(action.help for action in _build_parser()._actions)

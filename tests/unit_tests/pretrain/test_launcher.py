@@ -1,0 +1,51 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+import argparse
+
+import pytest
+import torch
+
+from megatron.pretrain.launcher import Place, find_place, start_process_groups
+
+
+def test_without_a_launcher_the_process_is_alone() -> None:
+    place = find_place({"PATH": "/bin"})
+    assert (place.rank, place.world_size, place.local_rank, place.is_launched) == (0, 1, 0, False)
+
+
+def test_the_launchers_variables_are_read() -> None:
+    place = find_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"})
+    assert (place.rank, place.world_size, place.local_rank, place.is_launched) == (5, 8, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "abc"}, "expected an integer >= 0, got 'abc' for the environment variable RANK"),
+        ({"RANK": "-1"}, "expected an integer >= 0, got '-1' for the environment variable RANK"),
+        ({"RANK": ""}, "expected an integer >= 0, got '' for the environment variable RANK"),
+        ({"WORLD_SIZE": None}, "got nothing for the environment variable WORLD_SIZE"),
+        ({"LOCAL_RANK": None}, "got nothing for the environment variable LOCAL_RANK"),
+        ({"RANK": None}, "got nothing for the environment variable RANK"),
+        ({"RANK": "2"}, "expected a rank below WORLD_SIZE 2, got 2 for the environment variable RANK"),
+    ],
+)
+def test_a_bad_variable_is_no_rank_0(changes: dict[str, str | None], message: str) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | changes
+    with pytest.raises(ValueError, match=message):
+        find_place({name: word for name, word in environment.items() if word is not None})
+
+
+def test_nccl_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args = argparse.Namespace(distributed_backend="nccl")
+    with pytest.raises(ValueError, match="expected gloo on a host without CUDA, got nccl"):
+        start_process_groups(args, Place(0, 1, 0, is_launched=False))
+
+
+def test_each_local_rank_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    args = argparse.Namespace(distributed_backend=None)
+    with pytest.raises(ValueError, match=r"at most 2 local rank\(s\), .* got local rank 2 for --nproc"):
+        start_process_groups(args, Place(2, 3, 2, is_launched=True))

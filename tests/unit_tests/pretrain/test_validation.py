@@ -1,0 +1,151 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+import argparse
+import re
+
+import pytest
+
+from megatron.pretrain.arguments import parse_arguments
+from megatron.pretrain.requirements import REQUIREMENTS
+from megatron.pretrain.validation import validate
+
+
+def checked(line: str, world_size: int = 1) -> argparse.Namespace:
+    args = parse_arguments(line.split())
+    validate(args, world_size)
+    return args
+
+
+def test_values_that_follow_from_others_are_filled_in() -> None:
+    args = checked("--hidden-size 96 --num-attention-heads 6 --micro-batch-size 3", world_size=2)
+    assert (args.kv_channels, args.num_query_groups, args.ffn_hidden_size) == (16, 6, 384)
+    assert (args.global_batch_size, args.lr_decay_iters) == (6, 100)
+    assert (args.vocab_size, args.padded_vocab_size) == (256, 384)
+    assert args.start_weight_decay == args.end_weight_decay == args.weight_decay == 0.01
+    assert args.is_byte_corpus
+
+
+def test_the_gated_mlp_is_two_thirds_as_wide() -> None:
+    assert checked("--hidden-size 192 --swiglu").ffn_hidden_size == 512
+    assert checked("--hidden-size 16 --swiglu").ffn_hidden_size == 64
+
+
+def test_the_vocabulary_holds_the_end_of_document_and_is_padded() -> None:
+    args = checked("--mock-data --vocab-size 255 --make-vocab-size-divisible-by 128")
+    assert args.padded_vocab_size == 256
+    assert checked("--make-vocab-size-divisible-by 1").padded_vocab_size == 257
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--num-attention-heads 3", "a divisor of --hidden-size 128, got 3 for --num-attention-hea"),
+        ("--kv-channels 7 --position-embedding-type rope", "an even width .* got 7 for --kv-chann"),
+        ("--group-query-attention --num-query-groups 3", "a divisor of --num-attention-heads 4, got 3"),
+        ("--seq-length 64 --max-position-embeddings 32", "at most --max-position-embeddings 32, got 64"),
+        ("--mock-data --data-path a --vocab-size 9", "--mock-data or files, got both for --mock-data"),
+        ("--data-path a --train-data-path b", "--data-path or one flag per split, got both"),
+        ("--valid-data-path b --vocab-size 9", "a training set, got none for --train-data-path"),
+        ("--mock-data", "the number of token ids in the data, got none for --vocab-size"),
+        ("--data-path a", "the number of token ids in the data, got none for --vocab-size"),
+        ("--split 1,2,3,4", "up to three weights .* got '1,2,3,4' for --split"),
+        ("--split 90,x", "up to three weights .* got '90,x' for --split"),
+        ("--split=0,1", "up to three weights .* got '0,1' for --split"),
+        ("--split=-1,1", "up to three weights .* got '-1,1' for --split"),
+        ("--split nan", "up to three weights .* got 'nan' for --split"),
+        ("--split 1", "data to evaluate on, got none for --eval-iters"),
+        ("--train-data-path a --vocab-size 9", "data to evaluate on, got none for --eval-iters"),
+        ("--global-batch-size 10", r"a multiple of 8 \(--micro-batch-size 4 x 2 data-par.* got 10 for --glob"),
+        ("--lr-warmup-iters 100", "less than the 100 iterations of the decay, got 100 for --lr-warmup-iters"),
+        ("--lr-warmup-fraction 1", "less than the 100 iterations of the decay, got 100 for --lr-warmup-fraction"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", "--lr-warmup-iters or --lr-warmup-fraction, got both"),
+        ("--lr 1e-3 --min-lr 1e-2", "at most --lr 0.001, got 0.01 for --min-lr"),
+        ("--lr 1e-3 --lr-warmup-init 1", "at most --lr 0.001, got 1 for --lr-warmup-init"),
+        ("--lr-decay-style WSD", "the length of the last phase of WSD, got none for --lr-wsd-decay-iters"),
+        ("--weight-decay-incr-style linear", "a start and an end, got at most one for --weight-decay-incr"),
+        ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0", "at least --st.* 1, got 0"),
+        ("--recompute-granularity full", "uniform or block, got none for --recompute-method"),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 5", "at most .* 4, got 5"),
+    ],
+)  # fmt: skip
+def test_values_that_do_not_fit_together_are_refused(line: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"expected {message}") as error:
+        checked(line, world_size=2)
+    assert re.fullmatch(r"[\w -]+: expected .+, got .+ for --[\w-]+\. .+\.", str(error.value))
+
+
+@pytest.mark.parametrize("name", ["tensor-model", "pipeline-model", "context", "expert-model"])
+def test_other_parallelisms_are_a_known_limit(name: str) -> None:
+    assert checked(f"--{name}-parallel-size 1")
+    with pytest.raises(NotImplementedError, match=f"expected 1, got 2 for --{name}-parallel-size"):
+        checked(f"--{name}-parallel-size 2")
+
+
+IDLE = [
+    "--num-query-groups 2",
+    "--rotary-base 500",
+    "--rotary-percent 0.5",
+    "--add-qkv-bias",
+    "--split 1,1 --mock-data --vocab-size 9",
+    "--split 1,1 --train-data-path a --vocab-size 9",
+    "--data-cache-path a --mock-data --vocab-size 9",
+    "--no-mmap-bin-files --mock-data --vocab-size 9",
+    "--vocab-size 9",
+    "--eval-interval 9 --eval-iters 0",
+    "--recompute-method uniform",
+    "--recompute-num-layers 1 --recompute-granularity selective",
+    "--adam-beta1 0.5 --optimizer sgd",
+    "--adam-beta2 0.5 --optimizer sgd",
+    "--adam-eps 0.5 --optimizer sgd",
+    "--sgd-momentum 0.5",
+    "--lr-wsd-decay-style linear",
+    "--lr-wsd-decay-iters 5",
+    "--start-weight-decay 1",
+    "--end-weight-decay 1",
+    "--weight-decay 1 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+    "--grad-reduce-in-bf16",
+    "--data-parallel-sharding-strategy optim",
+    "--megatron-fsdp-main-params-dtype fp32",
+    "--megatron-fsdp-main-grads-dtype fp32",
+    "--megatron-fsdp-grad-comm-dtype fp32",
+    "--use-distributed-optimizer --use-megatron-fsdp-v2",
+    "--overlap-grad-reduce --use-megatron-fsdp-v2",
+    "--overlap-param-gather --use-megatron-fsdp-v2",
+    "--ddp-bucket-size 9 --use-megatron-fsdp-v2",
+    "--ddp-average-in-collective --use-megatron-fsdp-v2",
+    "--overlap-param-gather --use-distributed-optimizer",
+    "--ddp-bucket-size 9",
+    "--tensorboard-log-interval 9",
+]
+
+
+@pytest.mark.parametrize("line", IDLE)
+def test_a_flag_that_would_do_nothing_is_refused(line: str) -> None:
+    flag = line.split()[0]
+    with pytest.raises(ValueError, match=f"Flag without effect: expected .* for {flag}. Add what"):
+        checked(line)
+
+
+def test_every_flag_of_the_table_is_tried() -> None:
+    tried = {line.split()[0] for line in IDLE}
+    listed = {flag for requirement in REQUIREMENTS for flag in requirement.flags}
+    assert listed - tried == {"--use-megatron-fsdp-v2"}  # It is what the others need.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--group-query-attention --num-query-groups 2 --position-embedding-type rope --rotary-base 5",
+        "--train-data-path a --valid-data-path b --vocab-size 9",
+        "--train-data-path a --test-data-path b --vocab-size 9",
+        "--data-path a --vocab-size 9 --split 90,10 --no-mmap-bin-files --data-cache-path c",
+        "--split 1 --eval-iters 0",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style linear",
+        "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 1",
+        "--use-megatron-fsdp-v2 --megatron-fsdp-main-params-dtype fp32 --bf16",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "--optimizer sgd --sgd-momentum 0.5",
+    ],
+)
+def test_flags_that_belong_together_are_accepted(line: str) -> None:
+    assert checked(line)
