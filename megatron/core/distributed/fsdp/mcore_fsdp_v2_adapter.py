@@ -1,2 +1,369 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
+"""Wraps a Megatron-Core model chunk with Megatron-FSDP v2, from a data-parallel config.
+
+It translates: every field of the config either becomes a choice of the runtime or is refused. Sharding, schedule and
+numbers are the runtime's (`megatron.core.distributed.fsdp.experimental`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import torch
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig as _StockConfig,
+)
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import (
+    FullyShardedDataParallel as _StockFullyShardedDataParallel,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core import parallel_state
+from megatron.core.distributed.fsdp.experimental import (
+    FsdpContext,
+    FsdpDTensor,
+    FsdpModule,
+    MixedPrecisionPolicy,
+    SchedulePolicy,
+    fully_shard,
+    fully_shard_context,
+    grad_norm,
+    microbatch,
+)
+
+
+@dataclass
+class DistributedDataParallelConfig(_StockConfig):
+    """megatron-core's config plus the choices of FSDP v2; fields that a release lacks are added.
+
+    Attributes:
+        use_megatron_fsdp_v2: wrap model chunks with this module's `FullyShardedDataParallel`.
+        megatron_fsdp_main_params_dtype: dtype of the main weights.
+        megatron_fsdp_main_grads_dtype: dtype in which gradients accumulate; None means the compute dtype, or float32
+            with `grad_reduce_in_fp32`.
+        megatron_fsdp_grad_comm_dtype: dtype in which gradients are sent; None means the main-gradient dtype.
+        megatron_fsdp_forward_prefetch_units: units whose weights are gathered ahead in forward (with
+            `overlap_param_gather`).
+        megatron_fsdp_backward_prefetch_units: the same in backward.
+        megatron_fsdp_reshard_after_forward: see `SchedulePolicy.reshard_after_forward`.
+        megatron_fsdp_unify_communication_stream: see `FsdpContext`.
+    """
+
+    use_megatron_fsdp_v2: bool = False
+    megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
+    megatron_fsdp_main_grads_dtype: torch.dtype | None = None
+    megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
+    megatron_fsdp_forward_prefetch_units: int = 1
+    megatron_fsdp_backward_prefetch_units: int = 1
+    megatron_fsdp_reshard_after_forward: bool | None = None
+    megatron_fsdp_unify_communication_stream: bool = False
+
+
+_HONOURED = frozenset(
+    {
+        "average_in_collective",  # the mean is taken in the collective or before it: the same number
+        "check_for_nan_in_grad",
+        "data_parallel_sharding_strategy",
+        "grad_reduce_in_fp32",
+        "megatron_fsdp_backward_prefetch_units",
+        "megatron_fsdp_forward_prefetch_units",
+        "megatron_fsdp_grad_comm_dtype",
+        "megatron_fsdp_main_grads_dtype",
+        "megatron_fsdp_main_params_dtype",
+        "megatron_fsdp_reshard_after_forward",
+        "megatron_fsdp_unify_communication_stream",
+        "overlap_grad_reduce",  # reductions overlap in any case; loops read it to bracket microbatches with no_sync
+        "overlap_param_gather",
+        "use_distributed_optimizer",  # optimizer state is sharded in any case; loops read it
+        "use_megatron_fsdp_v2",
+    }
+)
+
+
+class FullyShardedDataParallel(_StockFullyShardedDataParallel):
+    """A Megatron-Core model chunk whose parameters, gradients and optimizer state are sharded over data parallelism.
+
+    It is a subclass of megatron-core's wrapper of the same name only so that megatron-core's own ``isinstance`` checks
+    (unwrap_model, training loops) treat it alike; it shares no code with it.
+
+    Args:
+        config: the model's config.
+        ddp_config: this module's config, or megatron-core's own.
+        module: the model chunk, on its device; parameters equal on every data-parallel rank.
+        fsdp_unit_modules: classes, or their dotted names, whose instances become units; None means transformer layers.
+            What they do not contain (embedding, head, final norm) is the root unit's.
+        disable_bucketing: make the whole chunk one unit.
+        device: device of the shards; None means the current accelerator, or the host without one.
+        pg_collection: process groups; None means megatron-core's global ones.
+
+    Raises:
+        NotImplementedError: a parallel layout or a config field that FSDP v2 does not support yet.
+        ValueError: config fields that contradict each other, or unit modules that do not occur.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ddp_config: _StockConfig,
+        module: nn.Module,
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        _check_model_config(config)
+        _check_ddp_config(ddp_config)
+        if disable_bucketing and fsdp_unit_modules:
+            raise ValueError(
+                "FullyShardedDataParallel disable_bucketing: expected False with fsdp_unit_modules, got True. "
+                "Give one of the two."
+            )
+        unit_classes = () if disable_bucketing else _resolve_classes(fsdp_unit_modules)
+        _BaseDataParallel.__init__(self, config=config, module=module)
+        self.ddp_config = ddp_config
+        self.device = _default_device() if device is None else torch.device(device)
+        self.force_all_reduce = False
+        group = _data_parallel_group(pg_collection)
+        mesh = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("dp_cp",))
+        options: dict[str, Any] = {
+            "mixed_precision_policy": _mixed_precision_policy(ddp_config, config),
+            "schedule_policy": _schedule_policy(ddp_config),
+            "gradient_reduction": "sum" if config.calculate_per_token_loss else "average",
+        }
+        units = [child for child in module.modules() if isinstance(child, unit_classes)] if unit_classes else []
+        if fsdp_unit_modules and not units:
+            raise ValueError(
+                f"FullyShardedDataParallel fsdp_unit_modules: expected classes that occur in the model, got "
+                f"{fsdp_unit_modules}. Name classes of its submodules."
+            )
+        unify = getattr(ddp_config, "megatron_fsdp_unify_communication_stream", False)
+        with fully_shard_context(self.device, unify_communication_stream=unify) as context:
+            for unit in reversed(units):
+                if unit is not module:
+                    fully_shard(unit, mesh, **options)
+            fully_shard(module, mesh, **options)
+        self.fsdp_context: FsdpContext = context
+        for parameter in self.module.parameters():
+            parameter.__fsdp_param__ = True
+
+    def fsdp_units(self) -> Iterator[FsdpModule]:
+        """Yield the chunk's units in forward order."""
+        for unit in self.fsdp_context.forward_order:
+            assert isinstance(unit, FsdpModule)
+            yield unit
+
+    # --- microbatches and gradients -------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Mark backwards inside as microbatches that others follow; each is still reduced and accumulated in shards."""
+        with microbatch(self.fsdp_context, is_last=False):
+            yield
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Do nothing: a unit's reduction starts when its backward ends, in every microbatch."""
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Check the reduced gradients; backward itself ends after all reductions.
+
+        Raises:
+            NotImplementedError: `force_all_reduce` asks for full gradients on every rank.
+            RuntimeError: `check_for_nan_in_grad` is set and a gradient is not finite.
+        """
+        if force_all_reduce:
+            raise NotImplementedError(
+                "finish_grad_sync force_all_reduce: expected False, got True; gradients exist in shards only. "
+                "Use full_tensor() on the gradients that you need."
+            )
+        if self.ddp_config.check_for_nan_in_grad:
+            self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if bool(torch.isfinite(grad_norm(parameters))):
+            return
+        bad = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad.to_local()).all())
+        ]
+        raise RuntimeError(
+            f"gradients: expected finite values, got nan or inf on this rank in {bad or 'no parameter'} (other ranks "
+            "name theirs). Check data and learning rate, or pass --no-check-for-nan-in-loss-and-grad to go on."
+        )
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiply all main gradients of this rank by a number or a 0-d tensor."""
+        with torch.no_grad():
+            for unit in self.fsdp_units():
+                for group in unit.parameter_groups:
+                    if group.main_grad is not None:
+                        group.main_grad.local.mul_(scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Clear all gradients; the next backward overwrites them."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    # --- parameters -----------------------------------------------------------------------------------------------
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Do nothing: every unit gathers its weights when forward or backward comes to it."""
+
+    def synchronize_param_gather(self) -> None:
+        """Do nothing, as `start_param_sync`."""
+
+    def stop_communication(self) -> None:
+        """Return all units to sharded parameters, e.g. before parameters are read."""
+        self.fsdp_context.reshard_idle_units()
+
+    def broadcast_params(self) -> None:
+        """Refuse: shards differ between ranks by design.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "broadcast_params: expected parameters made equal before wrapping, got a call after it, when every rank "
+            "holds another shard. Initialise all data-parallel ranks with one seed (no --data-parallel-random-init)."
+        )
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
+        """Load sharded values in place; the next forward uses them."""
+        self.module.load_state_dict(state_dict, strict=strict)
+
+
+def is_fully_sharded(model_chunk: nn.Module) -> bool:
+    """Return whether a model chunk is wrapped by FSDP v2."""
+    return isinstance(model_chunk, FullyShardedDataParallel)
+
+
+def sharded_parameters(model_chunks: Sequence[nn.Module]) -> list[FsdpDTensor]:
+    """Return the trainable parameters of the chunks, each once, in the order in which they are defined."""
+    found: list[FsdpDTensor] = []
+    for chunk in model_chunks:
+        for parameter in chunk.parameters():
+            if parameter.requires_grad:
+                assert isinstance(parameter, FsdpDTensor)
+                found.append(parameter)
+    return found
+
+
+def _default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _data_parallel_group(pg_collection: ProcessGroupCollection | None) -> Any:
+    group = getattr(pg_collection, "dp_cp", None)
+    return parallel_state.get_data_parallel_group(with_context_parallel=True) if group is None else group
+
+
+def _resolve_classes(names: Sequence[type[nn.Module] | str] | None) -> tuple[type[nn.Module], ...]:
+    if names is None:
+        return (TransformerLayer,)
+    classes = []
+    for item in names:
+        if isinstance(item, str):
+            module_name, _, class_name = item.rpartition(".")
+            item = getattr(importlib.import_module(module_name), class_name) if module_name else item
+        if not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise ValueError(
+                f"FullyShardedDataParallel fsdp_unit_modules: expected module classes or dotted names, got {item!r}."
+            )
+        classes.append(item)
+    return tuple(classes)
+
+
+_PARALLEL_SIZES = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+}
+_UNSUPPORTED_MODEL_FLAGS = {
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "fp8": "no --fp8-format",
+    "fp4": "no --fp4-format",
+    "enable_cuda_graph": "no --enable-cuda-graph",
+    "external_cuda_graph": "no --external-cuda-graph",
+    "delay_wgrad_compute": "no --delay-wgrad-compute",
+    "overlap_moe_expert_parallel_comm": "no --overlap-moe-expert-parallel-comm",
+    "init_model_with_meta_device": "no --init-model-with-meta-device",
+}
+
+
+def _check_model_config(config: TransformerConfig) -> None:
+    for name, supported in _PARALLEL_SIZES.items():
+        size = getattr(config, name, supported)
+        if size != supported:
+            raise NotImplementedError(
+                f"Megatron-FSDP v2 {name}: expected {supported}, got {size}; it does not compose with this parallelism "
+                f"yet. Set --{name.replace('_', '-')} {supported}."
+            )
+    for name, cure in _UNSUPPORTED_MODEL_FLAGS.items():
+        value = getattr(config, name, None)
+        if value:
+            raise NotImplementedError(
+                f"Megatron-FSDP v2 {name}: expected it off, got {value!r}; not supported yet. Use {cure}."
+            )
+
+
+def _check_ddp_config(ddp_config: _StockConfig) -> None:
+    if not isinstance(ddp_config, _StockConfig):
+        raise TypeError(
+            "FullyShardedDataParallel ddp_config: expected DistributedDataParallelConfig, got "
+            f"{type(ddp_config).__name__}."
+        )
+    strategy = ddp_config.data_parallel_sharding_strategy
+    if strategy != "optim_grads_params":
+        raise NotImplementedError(
+            f"data_parallel_sharding_strategy: expected 'optim_grads_params' (ZeRO-3), got {strategy!r}; other "
+            "strategies are not supported yet. Set --data-parallel-sharding-strategy optim_grads_params."
+        )
+    for field in fields(ddp_config):
+        if field.name in _HONOURED:
+            continue
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        value = getattr(ddp_config, field.name)
+        if value != default:
+            raise NotImplementedError(
+                f"ddp_config.{field.name}: expected {default!r}, got {value!r}; it would have no effect with "
+                "Megatron-FSDP v2. Leave it at its default."
+            )
+
+
+def _mixed_precision_policy(ddp_config: _StockConfig, config: TransformerConfig) -> MixedPrecisionPolicy:
+    main_grads = getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None)
+    if ddp_config.grad_reduce_in_fp32:
+        if main_grads not in (None, torch.float32):
+            raise ValueError(
+                f"megatron_fsdp_main_grads_dtype: expected torch.float32 or None with grad_reduce_in_fp32, got "
+                f"{main_grads}. Drop one of the two."
+            )
+        main_grads = torch.float32
+    return MixedPrecisionPolicy(
+        main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", torch.float32),
+        main_grads_dtype=config.params_dtype if main_grads is None else main_grads,
+        grad_comm_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None),
+    )
+
+
+def _schedule_policy(ddp_config: _StockConfig) -> SchedulePolicy:
+    overlaps = ddp_config.overlap_param_gather
+    return SchedulePolicy(
+        forward_prefetch_units=getattr(ddp_config, "megatron_fsdp_forward_prefetch_units", 1) if overlaps else 0,
+        backward_prefetch_units=getattr(ddp_config, "megatron_fsdp_backward_prefetch_units", 1) if overlaps else 0,
+        reshard_after_forward=getattr(ddp_config, "megatron_fsdp_reshard_after_forward", None),
+    )

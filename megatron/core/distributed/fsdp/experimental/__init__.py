@@ -6,10 +6,10 @@ Outside code imports from here only. `docs/design.md` says where each part lives
 """
 
 from .dbuffer import DBuffer
-from .dtensor import FsdpDTensor, gather_full
+from .dtensor import FsdpDTensor, gather_full, shard_dtensor
 from .fully_shard import fully_shard, fully_shard_context
 from .module import FsdpModule
-from .optimizer import clip_grad_norm_, fully_shard_optimizer
+from .optimizer import clip_grad_norm_, clip_grads_with_norm_, fully_shard_optimizer, grad_norm
 from .placement import Flat
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
 from .schedule import FsdpContext, microbatch
@@ -24,9 +24,12 @@ __all__ = [
     "Placements",
     "SchedulePolicy",
     "clip_grad_norm_",
+    "clip_grads_with_norm_",
     "fully_shard",
     "fully_shard_context",
     "fully_shard_optimizer",
     "gather_full",
+    "grad_norm",
     "microbatch",
+    "shard_dtensor",
 ]

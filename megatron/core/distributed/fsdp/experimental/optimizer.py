@@ -7,8 +7,8 @@ It changes neither the optimizer's rule nor its hyperparameters. Checkpoint form
 [Note: local step]
 A step over DTensors pays DTensor dispatch for every parameter. The rule of an element-wise optimizer does not need it,
 so an adapted optimizer lends its own `step` the plain local tensors, and takes them back: outside the step,
-param_groups hold the sharded parameters. `optimizer.state` is keyed by sharded parameter and holds local tensors, shared
-with the step; `state_dict()` wraps them into DTensors and `load_state_dict()` takes DTensors.
+param_groups hold the sharded parameters. `optimizer.state` is keyed by sharded parameter and holds local tensors, which
+the step shares; `state_dict()` wraps them into DTensors and `load_state_dict()` takes DTensors.
 """
 
 from __future__ import annotations
@@ -273,19 +273,31 @@ def clip_grad_norm_(
             f"clip_grad_norm_: expected a finite gradient norm, got {float(total)}. Lower the learning rate or the "
             "loss scale, or pass error_if_nonfinite=False to go on."
         )
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    clip_grads_with_norm_(items, max_norm, total)
+    return total
+
+
+def clip_grads_with_norm_(parameters: Iterable[torch.Tensor], max_norm: float, total_norm: torch.Tensor) -> None:
+    """Scale gradients by max_norm / total_norm if that is below one; no communication, no host synchronisation.
+
+    Args:
+        parameters: sharded or plain parameters; those without gradient are skipped.
+        max_norm: upper bound of the norm.
+        total_norm: the norm as it is, 0-d, the same on every rank.
+    """
+    scale = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        gradients = [_local_gradient(item.grad) for item in items if item.grad is not None]
+        gradients = [_local_gradient(item.grad) for item in parameters if item.grad is not None]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             torch._foreach_mul_([g for g in gradients if g.dtype is dtype], scale)
-    return total
 
 
 def grad_norm(parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients over all ranks, 0-d, as `clip_grad_norm_` does; every rank must call it.
 
     Shards are reduced over the mesh axes that shard them and over no other, so that replicas count once. Every mesh
-    among the parameters is reduced over, whether this rank has gradients there or not.
+    among the parameters is reduced over, whether this rank has gradients there or not. Sums are kept in float64, so that
+    the norm, and with it clipping, does not depend on how many ranks share the gradients.
     """
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         buckets: dict[Any, tuple[list[dist.ProcessGroup], list[torch.Tensor]]] = {}
@@ -296,14 +308,15 @@ def grad_norm(parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> tor
                 gradients.append(_local_gradient(parameter.grad))
         device = _local_gradient(parameters[0]).device if parameters else torch.device("cpu")
         is_wide = any(parameter.dtype is torch.float64 for parameter in parameters)
-        total = torch.zeros((), dtype=torch.float64 if is_wide else torch.float32, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=device)
         is_max = math.isinf(norm_type)
         for groups, gradients in buckets.values():
             part = _power_sum(gradients, norm_type, like=total)
             for group in groups:
                 collectives.all_reduce(part, "max" if is_max else "sum", group)
             total = torch.maximum(total, part) if is_max else total + part
-        return total if is_max else total.pow(1.0 / norm_type)
+        norm = total if is_max else total.pow(1.0 / norm_type)
+        return norm if is_wide else norm.float()
 
 
 def _reduction_groups(parameter: torch.Tensor) -> tuple[Any, list[dist.ProcessGroup]]:
@@ -319,7 +332,7 @@ def _local_gradient(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _power_sum(gradients: Sequence[torch.Tensor], norm_type: float, *, like: torch.Tensor) -> torch.Tensor:
-    """Return the sum over elements of |g|**norm_type, or their largest |g| for inf, in the dtype of `like`."""
+    """Return the sum over elements of |g|**norm_type, or their largest |g| for inf, in float64."""
     filled = [gradient for gradient in gradients if gradient.numel()]
     if not filled:
         return torch.zeros_like(like)
