@@ -296,8 +296,8 @@ def grad_norm(parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> tor
     """Return the norm of all gradients over all ranks, 0-d, as `clip_grad_norm_` does; every rank must call it.
 
     Shards are reduced over the mesh axes that shard them and over no other, so that replicas count once. Every mesh
-    among the parameters is reduced over, whether this rank has gradients there or not. Sums are kept in float64, so that
-    the norm, and with it clipping, does not depend on how many ranks share the gradients.
+    among the parameters is reduced over, whether this rank has gradients there or not. Sums are kept in float64, so
+    that the norm, and with it clipping, does not depend on how many ranks share the gradients.
     """
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         buckets: dict[Any, tuple[list[dist.ProcessGroup], list[torch.Tensor]]] = {}

@@ -1,0 +1,129 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of docs/design.md, checked on the source: who imports whom, who names an accelerator, who communicates."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron/core/distributed/fsdp/experimental"
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# Bottom up; the right side is every file of the package that the left side may import.
+MAY_IMPORT: dict[str, set[str]] = {
+    "placement": set(),
+    "layout": set(),
+    "indexed_order": set(),
+    "countdown": set(),
+    "device": set(),
+    "policy": {"placement"},
+    "collectives": {"device"},
+    "allocator": {"device"},
+    "dtensor": {"layout", "collectives"},
+    "dbuffer": {"placement", "layout", "collectives", "allocator", "device"},
+    "parameter_group": {"dbuffer", "dtensor", "policy", "placement", "layout", "allocator", "device"},
+    "schedule": {"device", "parameter_group", "indexed_order", "policy"},
+    "module": {"schedule", "parameter_group", "countdown", "policy", "device"},
+    "fully_shard": {"policy", "schedule", "module", "parameter_group", "device", "allocator"},
+    "optimizer": {"parameter_group", "collectives", "dtensor"},
+}
+COMMUNICATION = {
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+}
+FILES = sorted(PACKAGE.glob("*.py"))
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def _package_imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            found |= {node.module} if node.module else {alias.name for alias in node.names}
+    return found
+
+
+def _dotted_names(path: Path) -> set[str]:
+    return {ast.unparse(node) for node in ast.walk(_tree(path)) if isinstance(node, ast.Attribute)}
+
+
+def test_every_file_is_in_the_table() -> None:
+    assert {path.stem for path in FILES} == {*MAY_IMPORT, "__init__"}
+
+
+@pytest.mark.parametrize("name", MAY_IMPORT)
+def test_imports_point_downwards(name: str) -> None:
+    assert _package_imports(PACKAGE / f"{name}.py") <= MAY_IMPORT[name]
+    order = list(MAY_IMPORT)
+    assert all(order.index(imported) < order.index(name) for imported in MAY_IMPORT[name])
+
+
+@pytest.mark.parametrize("name", MAY_IMPORT)
+def test_runtime_imports_only_torch_besides(name: str) -> None:
+    for node in ast.walk(_tree(PACKAGE / f"{name}.py")):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+        assert not [item for item in names if item.split(".")[0] in {"megatron", "transformer_engine", "apex"}]
+
+
+@pytest.mark.parametrize("name", sorted(set(MAY_IMPORT) - {"device"}))
+def test_only_device_names_an_accelerator(name: str) -> None:
+    named = {item for item in _dotted_names(PACKAGE / f"{name}.py") if item.startswith(("torch.cuda", "torch.Stream"))}
+    assert not named
+
+
+@pytest.mark.parametrize("name", sorted(set(MAY_IMPORT) - {"collectives"}))
+def test_only_collectives_communicates(name: str) -> None:
+    communicating = {
+        item
+        for item in _dotted_names(PACKAGE / f"{name}.py")
+        if item.startswith(("dist.", "torch.distributed.")) and item.rpartition(".")[2] in COMMUNICATION
+    }
+    assert not communicating
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, node.name
+
+
+def test_outside_code_imports_the_public_names_only() -> None:
+    package = "megatron.core.distributed.fsdp.experimental"
+    outside = [
+        *ROOT.glob("megatron/core/distributed/fsdp/*.py"),
+        *ROOT.glob("megatron/core/optimizer/*.py"),
+        *ROOT.glob("megatron/pretrain/*.py"),
+        *ROOT.glob("examples/**/*.py"),
+        *ROOT.glob("*.py"),
+    ]
+    assert outside
+    for path in outside:
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(package):
+                assert node.module == package, path
+
+
+def test_megatron_stays_a_namespace() -> None:
+    assert not (ROOT / "megatron/__init__.py").exists()
+    assert not (ROOT / "megatron/core/__init__.py").exists()

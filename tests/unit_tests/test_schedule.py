@@ -1,0 +1,180 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""The exact order of gathers, compute, releases and reductions, and a race for every wait that is taken away."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.distributed.fsdp.experimental import (
+    FsdpContext,
+    MixedPrecisionPolicy,
+    SchedulePolicy,
+    fully_shard_context,
+    fully_shard_optimizer,
+    microbatch,
+)
+from megatron.core.distributed.fsdp.experimental.device import observe
+from tests.unit_tests.launch import run_ranks, run_ranks_expecting
+from tests.unit_tests.models import build, loss_of, make_batch, shard_layers
+from tests.unit_tests.trace import Trace
+
+SHORT = {
+    "all_gather": "AG",
+    "forward": "F",
+    "backward": "B",
+    "free": "free",
+    "pack": "pack",
+    "reduce_scatter": "RS",
+}
+NUM_STEPS = 3
+
+
+def _train(
+    trace: Trace, *, dtype: torch.dtype = torch.float32, context: dict[str, Any] | None = None, **shard: Any
+) -> nn.Module:
+    with observe(trace):
+        model = build("mlp").to(dtype)
+        with fully_shard_context("cpu", **(context or {})) as fsdp_context:
+            shard_layers(model, **shard)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+        inputs, targets = make_batch(model, 4, seed=0)
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            for index in range(2):
+                with microbatch(fsdp_context, is_last=index == 1):
+                    loss_of(model, inputs.to(dtype), targets).backward()
+            optimizer.step()
+    return model
+
+
+def _first_step(**options: Any) -> list[str]:
+    """Return the first forward and backward as words like AG0 F0 free0; units are numbered as built, r is the root.
+
+    The root returns the last layer's output, so that layer's backward is announced before the root's.
+    """
+    trace = Trace()
+    with observe(trace):
+        model = build("mlp")
+        with fully_shard_context("cpu"):
+            shard_layers(model, **options)
+        inputs, targets = make_batch(model, 4, seed=0)
+        loss_of(model, inputs, targets).backward()
+    words = []
+    for stream, operation, buffers in trace.events:
+        if operation not in SHORT or not buffers:
+            continue
+        number = re.search(r"#(\d)", buffers[0])
+        assert number is not None
+        unit = "r" if number[1] == "3" else number[1]
+        kind = "grad" if operation == "free" and "full_grad" in buffers[0] else ""
+        words.append(f"{SHORT[operation]}{kind}{unit}")
+        expected = {"AG": "all_gather", "RS": "reduce_scatter", "F": "compute", "B": "compute", "pack": "compute"}
+        if SHORT[operation] in expected:
+            assert stream == expected[SHORT[operation]], (stream, operation)
+    assert not trace.races
+    return words
+
+
+def test_prefetching_schedule() -> None:
+    """While unit 0 computes, unit 1 is gathered; at most two layers are gathered at a time, besides the root."""
+    (words,) = run_ranks(1, _first_step)
+    assert words == (
+        "AGr AG0 Fr AG1 F0 free0 AG2 F1 free1 F2 free2 "
+        "AG2 AG1 B2 Br free2 pack2 RS2 AG0 B1 free1 pack1 RS1 B0 free0 freegrad2 pack0 RS0 freer "
+        "freegrad1 packr RSr freegrad0 freegradr"
+    ).split()
+
+
+def test_schedule_without_prefetch() -> None:
+    policy = SchedulePolicy(forward_prefetch_units=0, backward_prefetch_units=0, reshard_after_forward=True)
+    (words,) = run_ranks(1, _first_step_with, policy)
+    assert words == (
+        "AGr Fr AG0 F0 free0 AG1 F1 free1 AG2 F2 free2 freer "
+        "AG2 B2 AGr Br free2 pack2 RS2 AG1 B1 free1 pack1 RS1 AG0 B0 free0 freegrad2 pack0 RS0 freer "
+        "freegrad1 packr RSr freegrad0 freegradr"
+    ).split()
+
+
+def test_budget_in_elements() -> None:
+    """104 + 154 elements of the first two layers fit into 260, those of the third do not."""
+    policy = SchedulePolicy(forward_prefetch_units=9, forward_prefetch_numel=260)
+    (words,) = run_ranks(1, _first_step_with, policy)
+    assert words[:5] == ["AGr", "AG0", "AG1", "Fr", "AG2"]
+
+
+def _first_step_with(policy: SchedulePolicy) -> list[str]:
+    return _first_step(schedule_policy=policy)
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"dtype": torch.bfloat16},
+    "bf16_gradients": {
+        "dtype": torch.bfloat16,
+        "mixed_precision_policy": MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16),
+    },
+    "unified": {"context": {"unify_communication_stream": True}},
+    "reshard": {"schedule_policy": SchedulePolicy(reshard_after_forward=True)},
+    "keep": {"schedule_policy": SchedulePolicy(reshard_after_forward=False)},
+    "deep": {"schedule_policy": SchedulePolicy(forward_prefetch_units=3, backward_prefetch_units=3)},
+}
+
+
+def _races(recipe: dict[str, Any], dropped_wait: str | None = None) -> tuple[list[str], list[str]]:
+    trace = Trace(dropped_wait)
+    _train(trace, **recipe)
+    return trace.races, trace.wait_sites
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_races(recipe: str) -> None:
+    for races, _ in run_ranks(2, _races, RECIPES[recipe]):
+        assert races == []
+
+
+def test_every_wait_is_needed() -> None:
+    """Without any one of the schedule's waits the trace shows a race, so a wait can be neither lost nor superfluous."""
+    ((_, sites),) = run_ranks(1, _races, RECIPES["bf16"])
+    assert len(sites) == 6
+    for site in sites:
+        ((races, _),) = run_ranks(1, _races, RECIPES["bf16"], site)
+        assert races, f"no race without the wait at {site}"
+
+
+def _open_block_forward() -> None:
+    model = build("mlp")
+    with fully_shard_context("cpu"):
+        shard_layers(model)
+        model(torch.ones(1, 7))
+
+
+def test_forward_inside_the_block_is_refused() -> None:
+    for message in run_ranks_expecting(1, RuntimeError, _open_block_forward):
+        assert "still open" in message
+
+
+def test_symmetric_memory_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="use_symmetric_memory: expected False"):
+        FsdpContext(torch.device("cpu"), use_symmetric_memory=True)
+
+
+def _orders() -> tuple[list[str], list[str]]:
+    model = nn.Sequential(build("mlp"), build("tied"))
+    with fully_shard_context("cpu") as context:
+        shard_layers(model[1])
+        shard_layers(model[0])
+    return [unit.name for unit in context.forward_order], [unit.name for unit in context.backward_order]
+
+
+def test_orders_of_two_roots() -> None:
+    """Roots run forward as they were built and backward in reverse; layers within a root likewise."""
+    ((forward, backward),) = run_ranks(1, _orders)
+    layers = ["layers.0", "layers.1", "layers.2"]
+    assert forward == ["FsdpTiedLm", *layers, "FsdpMlp", *layers]
+    assert backward == ["FsdpMlp", *layers[::-1], "FsdpTiedLm", *layers[::-1]]
