@@ -41,6 +41,7 @@ class Recipe:
     set_to_none: bool = True
     max_norm: float | None = 1.0
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
     policy: MixedPrecisionPolicy | None = None
     context: dict[str, Any] = field(default_factory=dict)
     shard: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +60,7 @@ class Run:
 
 def run_reference(recipe: Recipe, world_size: int) -> Run:
     """Train in this process on the global batch: the ranks' microbatches, one after another."""
-    model = build(recipe.model).to(recipe.dtype)
+    model = build(recipe.model).to(recipe.device, recipe.dtype)
     optimizer = OPTIMIZERS[recipe.optimizer]([p for p in model.parameters() if p.requires_grad])
     losses, norms = [], []
     share = world_size * recipe.microbatches
@@ -90,8 +91,8 @@ def run_reference(recipe: Recipe, world_size: int) -> Run:
 def run_sharded(recipe: Recipe) -> Run:
     """Train on this rank's share with FSDP; check the resting state and the collective log after every step."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = build(recipe.model).to(recipe.dtype)
-    with fully_shard_context("cpu", **recipe.context) as context:
+    model = build(recipe.model).to(recipe.device, recipe.dtype)
+    with fully_shard_context(recipe.device, **recipe.context) as context:
         shard_layers(model, mixed_precision_policy=recipe.policy, **recipe.shard)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = fully_shard_optimizer(OPTIMIZERS[recipe.optimizer](trainable))
@@ -99,7 +100,7 @@ def run_sharded(recipe: Recipe) -> Run:
     for step in range(recipe.steps):
         with CollectiveLog() as log:
             optimizer.zero_grad(set_to_none=recipe.set_to_none)
-            total = torch.zeros((), dtype=torch.float64)
+            total = torch.zeros((), dtype=torch.float64, device=recipe.device)
             for index in range(recipe.microbatches):
                 inputs, targets = _slice(model, recipe, step, index, rank, world_size)
                 with microbatch(context, is_last=index == recipe.microbatches - 1):
@@ -185,5 +186,5 @@ def _slice(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, targets = make_batch(model, SAMPLES_PER_RANK * world_size, seed=1000 * step + index)
     mine = slice(rank * SAMPLES_PER_RANK, (rank + 1) * SAMPLES_PER_RANK)
-    inputs, targets = inputs[mine], targets[mine]
+    inputs, targets = inputs[mine].to(recipe.device), targets[mine].to(recipe.device)
     return (inputs.to(recipe.dtype) if inputs.is_floating_point() else inputs), targets
