@@ -92,5 +92,7 @@ def start_process_groups(args: argparse.Namespace, place: Place) -> None:
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        # Without it NCCL guesses the device from the global rank.
+        device_id=torch.device("cuda", place.local_rank) if backend == "nccl" else None,
     )
     parallel_state.initialize_model_parallel()

@@ -6,7 +6,7 @@
 
 Values are kept as printed in the log. With the torch version and the CPU instruction set that made
 them they must be equal in every printed digit; elsewhere kernels add up in another order, and they
-must be equal to TOLERANCE, which is the growth of that difference over the 50 iterations of a case.
+must be equal to TOLERANCE: torch 2.11 differs from 2.13 by one last digit in 50 lines.
 """
 
 import json
@@ -20,7 +20,7 @@ import yaml
 from .launch_script import Run, launch_once
 
 CASES = Path(__file__).parent / "test_cases" / "gpt"
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 
 
 def case_names() -> list[str]:

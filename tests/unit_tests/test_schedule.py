@@ -84,21 +84,27 @@ def _first_step(**options: Any) -> list[str]:
 def test_prefetching_schedule() -> None:
     """While unit 0 computes, unit 1 is gathered; at most two layers are gathered at a time, besides the root."""
     (words,) = run_ranks(1, _first_step)
-    assert words == (
-        "AGr AG0 Fr AG1 F0 free0 AG2 F1 free1 F2 free2 "
-        "AG2 AG1 B2 Br free2 pack2 RS2 AG0 B1 free1 pack1 RS1 B0 free0 freegrad2 pack0 RS0 freer "
-        "freegrad1 packr RSr freegrad0 freegradr"
-    ).split()
+    assert (
+        words
+        == (
+            "AGr AG0 Fr AG1 F0 free0 AG2 F1 free1 F2 free2 "
+            "AG2 AG1 B2 Br free2 pack2 RS2 AG0 B1 free1 pack1 RS1 B0 free0 freegrad2 pack0 RS0 freer "
+            "freegrad1 packr RSr freegrad0 freegradr"
+        ).split()
+    )
 
 
 def test_schedule_without_prefetch() -> None:
     policy = SchedulePolicy(forward_prefetch_units=0, backward_prefetch_units=0, reshard_after_forward=True)
     (words,) = run_ranks(1, _first_step_with, policy)
-    assert words == (
-        "AGr Fr AG0 F0 free0 AG1 F1 free1 AG2 F2 free2 freer "
-        "AG2 B2 AGr Br free2 pack2 RS2 AG1 B1 free1 pack1 RS1 AG0 B0 free0 freegrad2 pack0 RS0 freer "
-        "freegrad1 packr RSr freegrad0 freegradr"
-    ).split()
+    assert (
+        words
+        == (
+            "AGr Fr AG0 F0 free0 AG1 F1 free1 AG2 F2 free2 freer "
+            "AG2 B2 AGr Br free2 pack2 RS2 AG1 B1 free1 pack1 RS1 AG0 B0 free0 freegrad2 pack0 RS0 freer "
+            "freegrad1 packr RSr freegrad0 freegradr"
+        ).split()
+    )
 
 
 def test_budget_in_elements() -> None:

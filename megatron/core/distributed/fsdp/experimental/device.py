@@ -151,6 +151,12 @@ def current_device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.accelerator.current_device_index())
 
 
+def resolve_device(device: torch.device | str) -> torch.device:
+    """Return `device` with its index: ``cuda`` means the current CUDA device of this process."""
+    device = torch.device(device)
+    return current_device(device.type) if device.index is None else device
+
+
 _no_range: AbstractContextManager[None] = nullcontext()
 
 

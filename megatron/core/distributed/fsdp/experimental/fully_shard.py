@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from .allocator import ResizingAllocator
-from .device import current_device
+from .device import current_device, resolve_device
 from .module import FsdpModule
 from .parameter_group import FsdpParameterGroup, GradientReduction, GroupOptions, OwnedParameter
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
@@ -54,7 +54,7 @@ def fully_shard_context(
             "fully_shard_context: expected no open block, got one inside another. Shard all modules in one block."
         )
     context = FsdpContext(
-        _default_device() if device is None else torch.device(device),
+        _default_device() if device is None else resolve_device(device),
         use_symmetric_memory=use_symmetric_memory,
         unify_communication_stream=unify_communication_stream,
     )
