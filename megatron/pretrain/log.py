@@ -26,7 +26,8 @@ class StepResult:
     Attributes:
         lm_loss: Mean over the unmasked tokens of the global batch.
         grad_norm: Before clipping; 0 when clipping is off; None when the update was skipped.
-        num_zeros: Zeros in the gradient; None when not counted.
+        num_zeros: Zeros in the gradient; when not counted, the optimizer's 0 or None, which Megatron-LM
+            prints and leaves out respectively.
         loss_scale: Factor on the loss.
         learning_rate: Of the next update, which is what Megatron-LM logs.
         is_skipped: The optimizer refused the update.
@@ -210,7 +211,8 @@ class TrainingLog:
         line = format_training_line(logged, args, num_skipped=self._num_skipped, num_nan=self._num_nan)
         self.print(f" [{stamp}]{line}")
         if self._json is not None:
-            self._json.write(json.dumps(asdict(logged)) + "\n")
+            measured = {} if args.log_num_zeros_in_grad else {"num_zeros": None}
+            self._json.write(json.dumps(asdict(logged) | measured) + "\n")
         self._reset()
         self.restart_clock()
 

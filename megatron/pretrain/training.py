@@ -110,7 +110,7 @@ def train_step(state: TrainState) -> StepResult:
     return StepResult(
         lm_loss=total / num_tokens if num_tokens else math.nan,
         grad_norm=None if grad_norm is None else float(grad_norm),
-        num_zeros=None if num_zeros is None else float(num_zeros),
+        num_zeros=float(num_zeros) if args.log_num_zeros_in_grad else num_zeros,
         loss_scale=float(optimizer.get_loss_scale()),
         learning_rate=_current_learning_rate(optimizer),
         is_skipped=not is_updated,

@@ -39,6 +39,7 @@ def args(tmp_path: Path) -> argparse.Namespace:
         global_batch_size=16,
         seq_length=8,
         log_json=str(tmp_path / "out" / "log.json"),
+        log_num_zeros_in_grad=False,
         tensorboard_dir=None,
         tensorboard_log_interval=1,
     )
@@ -57,6 +58,20 @@ def test_what_was_not_measured_is_not_printed(args: argparse.Namespace) -> None:
     logged = replace(LOGGED, grad_norm=None, num_zeros=None, lm_loss=math.nan)
     line = format_training_line(logged, args, num_skipped=0, num_nan=0)
     assert not any(name in line for name in ("grad norm", "num zeros", "lm loss"))
+
+
+def test_zeros_that_were_not_counted_are_printed_as_megatron_lm_does_but_not_recorded(
+    args: argparse.Namespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for is_counted, printed, recorded in ((False, "num zeros: 0 |", None), (True, "num zeros: 3.0 |", 3.0)):
+        args.log_num_zeros_in_grad = is_counted
+        log = TrainingLog(args, is_writer=True)
+        result = replace(RESULT, num_zeros=3.0 if is_counted else 0)
+        log.record_step(1, result)
+        log.write_interval(1, result)
+        log.close()
+        assert printed in capsys.readouterr().out
+        assert json.loads(Path(args.log_json).read_text())["num_zeros"] == recorded
 
 
 def test_the_validation_lines_byte_for_byte() -> None:
