@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the script reads, writes and refuses when it is started as a user starts it."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from .launch_script import Run, launch_once, launch_ranks_apart
+from .launch_script import Run, launch, launch_once, launch_ranks_apart
 
 SMALL = (
     *("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "4"),
@@ -104,6 +105,17 @@ def test_next_command_trains_with_the_other_wrapper(run: Run) -> None:
     line = next(line for line in run.stdout.splitlines() if line.startswith("Next"))
     assert "torchrun --nproc_per_node 2 pretrain_gpt.py --use-megatron-fsdp-v2 --num-layers" in line
     assert "--overlap-grad-reduce" not in line
+
+
+def test_without_a_data_flag_the_standard_library_is_read(tmp_path: Path) -> None:
+    flags = (*SMALL, "--train-iters", "2", "--log-interval", "1", "--eval-iters", "1")
+    run = launch(flags, 2, environment={"XDG_CACHE_HOME": str(tmp_path)})
+    assert run.returncode == 0, run.stderr
+    # The model knows nothing yet: the logarithm of 257 ids padded to 384.
+    assert run.series("lm_loss")[0] == pytest.approx(math.log(384), abs=0.1)
+    assert len(run.series("validation_loss")) == len(run.series("test_loss")) == 1
+    names = sorted(path.name for path in (tmp_path / "megatron-fsdp-v2").iterdir())
+    assert [name.rsplit(".", 1)[-1] for name in names] == ["indices", "bin", "idx"]
 
 
 def assert_refused(flags: Sequence[str], error: str) -> None:
