@@ -119,6 +119,22 @@ class FsdpDTensor(DTensor):
             f"{placements}. Use full_tensor() and distribute the result."
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FsdpDTensor:
+        """Copy a derived tensor; refuse to copy a parameter, whose buffers belong to its unit.
+
+        Raises:
+            RuntimeError: this is a sharded parameter.
+        """
+        if hasattr(self, "_fsdp_group"):
+            raise RuntimeError(
+                f"deepcopy of the sharded parameter {self._geometry.fqn}: expected a model that is not sharded yet; a "
+                "copy would not be connected to its unit. Copy the model before fully_shard."
+            )
+        copy: Any = self.detach().clone()
+        memo[id(self)] = copy
+        result: FsdpDTensor = copy
+        return result
+
     @classmethod
     def __torch_function__(
         cls,
@@ -127,15 +143,14 @@ class FsdpDTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation that respects the cut and mark its results; refuse any other."""
+        """Run an operation that respects the cut and mark its results; refuse any other before it communicates."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         operation = _base_name(name)
-        if (name != "__get__" and name.endswith("_") and not name.startswith("__")) or name in _DUNDER_WRITES:
+        if (name.endswith("_") and not name.startswith("__")) or name in _DUNDER_WRITES:
             _notify_writes(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if operation in _ELEMENTWISE:
-                _check_cuts(operation, args)
+            _check_operation(operation, args, kwargs)
             result = func(*args, **kwargs)
             if isinstance(result, (DTensor, tuple, list)):
                 _adopt(result, list(_sharded_inputs(args, kwargs)), operation)
@@ -184,17 +199,24 @@ def _mark(dtensor: Any, geometry: ShardGeometry) -> FsdpDTensor:
 
 _ELEMENTWISE = frozenset(
     (
-        "abs acos add addcdiv addcmul asin atan bernoulli bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor ceil "
-        "clamp clamp_max clamp_min clip clone contiguous copy cos cosh cpu cuda deepcopy detach div divide double "
-        "dropout empty_like eq erf exp expm1 exponential fill float floor floor_divide full_like fused_adagrad "
+        "abs acos add addcdiv addcmul asin atan bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor ceil "
+        "clamp clamp_max clamp_min clip clone constant contiguous copy cos cosh cpu cuda deepcopy detach div "
+        "divide double empty_like eq erf exp expm1 fill float floor floor_divide full_like fused_adagrad "
         "fused_adam fused_adamw fused_sgd ge get gt half isfinite isinf isnan ldexp le lerp log log10 log1p log2 "
-        "logical_and logical_not logical_or logical_xor lt maximum minimum mul multiply nan_to_num ne neg normal "
-        "ones_like positive pow rand_like randn_like real reciprocal relu remainder requires_grad round rsqrt rsub sgn "
-        "sigmoid sign sin sinh sqrt square sub subtract tan tanh to true_divide truediv trunc type type_as uniform "
-        "where zero zeros_like"
+        "logical_and logical_not logical_or logical_xor lt maximum minimum mul multiply nan_to_num ne neg "
+        "ones_like positive pow real reciprocal relu remainder requires_grad round rsqrt rsub sgn sigmoid sign "
+        "sin sinh sqrt square sub subtract tan tanh to true_divide truediv trunc type type_as where zero "
+        "zeros_like"
     ).split()
 )
 _REDUCTIONS = frozenset("all amax amin any count_nonzero norm sum vector_norm".split())
+_NO_TENSOR_RESULT = frozenset(
+    (
+        "can_cast data_ptr delete dense_dim dim dir element_size format get_device hash has_names len ndimension "
+        "nelement numel promote_types reduce_ex register_hook register_post_accumulate_grad_hook repr result_type "
+        "retain_grad set setstate size storage_offset stride str untyped_storage"
+    ).split()
+)
 _DUNDER_WRITES = frozenset(
     "__iadd__ __iand__ __idiv__ __ifloordiv__ __imod__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __ixor__".split()
 )
@@ -233,17 +255,37 @@ def _notify_writes(args: Any, kwargs: dict[str, Any]) -> None:
             callback()
 
 
-def _check_cuts(operation: str, args: tuple[Any, ...]) -> None:
-    """Refuse to combine two sharded tensors of one shape that are cut differently; the same answer on every rank."""
-    operands = [tensor for tensor in args if isinstance(tensor, DTensor) and _is_cut(tensor)]
-    source = next((tensor for tensor in operands if isinstance(tensor, FsdpDTensor)), None)
-    for operand in operands:
-        if source is None or operand.shape != source.shape:
+def _check_operation(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse, on every rank alike, an operation that looks beyond the local part or mixes different cuts."""
+    source = next(_sharded_inputs(args, kwargs))
+    if operation in _ELEMENTWISE:
+        lists = [arg for arg in args if isinstance(arg, (tuple, list))]
+        for operands in zip(*lists, strict=False) if lists else [args]:
+            _check_cuts(operation, operands)
+    elif operation not in _REDUCTIONS | _NO_TENSOR_RESULT and not operation.startswith("is_"):
+        raise _refusal(operation, source)
+
+
+def _refusal(operation: str, source: FsdpDTensor) -> RuntimeError:
+    return RuntimeError(
+        f"{operation} of the sharded parameter {source._geometry.fqn}: expected an element-wise operation or a reduction "
+        "to a scalar, since this rank holds a run of elements that torch cannot describe. Call full_tensor() first, or "
+        "use the parameter inside its unit's forward."
+    )
+
+
+def _check_cuts(operation: str, operands: Sequence[Any]) -> None:
+    """Refuse to combine a sharded tensor with a DTensor that is cut otherwise, or not at all."""
+    tensors = [tensor for tensor in operands if isinstance(tensor, DTensor) and tensor.ndim]
+    source = next((tensor for tensor in tensors if isinstance(tensor, FsdpDTensor)), None)
+    for operand in tensors:
+        if source is None or operand is source:
             continue
-        if not isinstance(operand, FsdpDTensor) or operand._geometry.cut != source._geometry.cut:
+        is_alike = isinstance(operand, FsdpDTensor) and operand._geometry.cut == source._geometry.cut
+        if not is_alike or operand.shape != source.shape:
             raise RuntimeError(
-                f"{operation} of the sharded parameter {source._geometry.fqn}: expected operands cut as it is, got a "
-                f"DTensor of the same shape with another cut. Call full_tensor() on the operands first."
+                f"{operation} of the sharded parameter {source._geometry.fqn}: expected operands of its shape, cut as "
+                f"it is, got {tuple(operand.shape)} with another cut. Call full_tensor() on the operands first."
             )
 
 
@@ -261,11 +303,7 @@ def _adopt(result: Any, inputs: Sequence[FsdpDTensor], operation: str) -> None:
         if operation in _ELEMENTWISE and _cut_alike(output, source):
             _mark(output, source._geometry)
         elif operation not in _REDUCTIONS or output.ndim > 0 or _is_cut(output):
-            raise RuntimeError(
-                f"{operation} of the sharded parameter {source._geometry.fqn}: expected an element-wise operation "
-                "or a reduction to a scalar, since this rank holds a run of elements that torch cannot describe. "
-                "Call full_tensor() first, or use the parameter inside its unit's forward."
-            )
+            raise _refusal(operation, source)
 
 
 def _cut_alike(output: DTensor, source: FsdpDTensor) -> bool:
