@@ -80,7 +80,9 @@ class _Pool:
             waiting = [c for rank, c in enumerate(self.connections) if rank not in results]
             ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise AssertionError(self._report(results, f"no answer within {timeout_s} s"))
+                raise AssertionError(
+                    self._report(results, f"no answer within {timeout_s} s, or {GRACE_S} s of a failure")
+                )
             for connection in ready:
                 rank = self.connections.index(connection)
                 try:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate
 
-from megatron.core.distributed.fsdp.experimental import DBuffer, Flat
-from megatron.core.distributed.fsdp.experimental import collectives
+from megatron.core.distributed.fsdp.experimental import DBuffer, Flat, collectives
 from megatron.core.distributed.fsdp.experimental.allocator import ResizingAllocator
 from megatron.core.distributed.fsdp.experimental.dbuffer import _merged_shard
 from megatron.core.distributed.fsdp.experimental.layout import plan_layout

@@ -62,7 +62,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
 
     Raises:
         NotImplementedError: a config field that FSDP v2 does not support.
-        ValueError: parameters that belong to no FSDP v2 unit.
+        ValueError: chunks that FSDP v2 does not wrap, parameters that are not theirs, or fp16 without a loss scaler.
     """
 
     def __init__(
@@ -78,6 +78,8 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         self._validate_config(config, model_chunks)
         if config.fp16 and grad_scaler is None:
             raise ValueError("FullyShardedOptimizer grad_scaler: expected one with fp16, got None. Set a loss scale.")
+        if not hasattr(optimizer, "_fsdp_step"):
+            fully_shard_optimizer(optimizer)
         # MixedPrecisionOptimizer's own constructor allocates on "cuda"; these are its fields on the model's device.
         MegatronOptimizer.__init__(self, optimizer, config, init_state_fn)
         self.is_stub_optimizer = False
@@ -87,8 +89,10 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         self._scale_one = torch.ones(1, dtype=torch.float32, device=self.device)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.device)
         self.grad_norms_by_group: dict[str, float] = {}
-        if not hasattr(optimizer, "_fsdp_step"):
-            fully_shard_optimizer(optimizer)
+        # Without it the base class would reduce statistics over model parallelism only: a norm of one shard.
+        self.grad_stats_parallel_group = model_chunks[0].data_parallel_group
+        self._reduced_gradients: list[tuple[FsdpDTensor, FsdpDTensor, FsdpDTensor]] = []
+        self._check_ownership()
 
     @staticmethod
     def _validate_config(config: OptimizerConfig, model_chunks: list[MegatronModule]) -> None:
@@ -111,6 +115,22 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
                     f"OptimizerConfig.{name}: expected False, got True; not supported with Megatron-FSDP v2 yet. "
                     f"Drop --{name.replace('_', '-')}."
                 )
+
+        threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
+        if math.isfinite(threshold):
+            raise NotImplementedError(
+                f"OptimizerConfig.grad_norm_skip_threshold: expected inf, got {threshold}; not supported with "
+                "Megatron-FSDP v2 yet. Drop --grad-norm-skip-threshold."
+            )
+
+    def _check_ownership(self) -> None:
+        owned = {id(parameter) for chunk in self.model_chunks for parameter in chunk.parameters()}
+        foreign = [parameter.geometry.fqn for parameter in self.get_parameters() if id(parameter) not in owned]
+        if foreign:
+            raise ValueError(
+                f"FullyShardedOptimizer optimizer: expected parameters of model_chunks, got {foreign[:3]} of another "
+                "model. Build it from the chunks' own parameters."
+            )
 
     # --- gradient statistics --------------------------------------------------------------------------------------
 
@@ -156,20 +176,63 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the sharded gradients."""
+        self._reduced_gradients = []
         self.optimizer.zero_grad(set_to_none)
+
+    def prepare_grads(self) -> bool:
+        """Cast, unscale and check the gradients; return whether one of them, on any rank, is not finite."""
+        found_inf: bool = super().prepare_grads()
+        if found_inf:
+            self._restore_gradients()
+        return found_inf
+
+    def step_with_ready_grads(self) -> bool:
+        """Step the base optimizer, then give every ``.grad`` its own dtype back; return whether it stepped."""
+        is_updated: bool = super().step_with_ready_grads()
+        self._restore_gradients()
+        return is_updated
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         """Return this rank's parts of the gradients, for the loss scaler to unscale in place."""
         return [gradient.to_local() for gradient in self._gradients()]
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        """Do nothing: reductions write main gradients, and the adapted step casts them where dtypes differ."""
+        """Put gradients of another dtype than their main weights aside, for copies in the dtype of the weights.
+
+        So that unscaling and clipping do not round, or lose, what a narrow dtype cannot hold.
+        """
+        self._reduced_gradients = []
+        for parameter in self.get_parameters():
+            reduced = parameter.grad
+            if reduced is not None and reduced.dtype is not parameter.dtype:
+                parameter.grad = shard_dtensor(reduced.to_local().to(parameter.dtype), parameter.geometry)
+                self._reduced_gradients.append((parameter, reduced, parameter.grad))
+
+    def _restore_gradients(self) -> None:
+        for parameter, reduced, installed in self._reduced_gradients:
+            if parameter.grad is installed:
+                parameter.grad = reduced
+        self._reduced_gradients = []
 
     def _copy_main_params_to_model_params(self) -> None:
         """Do nothing: the step marks the main weights as written, and the next gather refreshes compute weights."""
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         """Do nothing: loading a model writes main weights."""
+
+    def offload_to_cpu(self) -> None:
+        """Refuse: main weights are views of the runtime's buffers.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "FullyShardedOptimizer.offload_to_cpu: expected shards that stay on their device, got a call; not "
+            "supported with Megatron-FSDP v2 yet. Leave optimizer state where it is."
+        )
+
+    def restore_from_cpu(self) -> None:
+        """Do nothing: nothing is ever offloaded."""
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -180,12 +243,12 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "FullyShardedOptimizer.state_dict: expected sharded_state_dict(), which keeps how state is sharded."
+            "FullyShardedOptimizer.state_dict: expected sharded_state_dict(), got a call that would drop how state is "
+            "sharded. Use sharded_state_dict() and a distributed checkpoint."
         )
 
-    def _named_parameters(self) -> Iterator[tuple[str, FsdpDTensor]]:
-        for parameter in self.get_parameters():
-            yield get_global_unique_param_name(self.model_chunks, parameter), parameter
+    def _named_parameters(self) -> dict[str, FsdpDTensor]:
+        return {get_global_unique_param_name(self.model_chunks, p): p for p in self.get_parameters()}
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
@@ -203,63 +266,106 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         """
         if is_loading:
             self._create_state()
+        names = {id(parameter): name for name, parameter in self._named_parameters().items()}
         state, meta = {}, {}
         for group in self.optimizer.param_groups:
-            hyperparameters = {key: value for key, value in group.items() if key != "params"}
+            hyperparameters = _hyperparameters(group)
             for parameter in group["params"]:
-                meta[get_global_unique_param_name(self.model_chunks, parameter)] = dict(hyperparameters)
-        for name, parameter in self._named_parameters():
-            if parameter in self.optimizer.state:
-                state[name] = {
-                    key: _as_dtensor(value, parameter) for key, value in self.optimizer.state[parameter].items()
-                }
+                name = names[id(parameter)]
+                meta[name] = dict(hyperparameters)
+                if parameter in self.optimizer.state:
+                    state[name] = {
+                        key: _as_dtensor(value, parameter) for key, value in self.optimizer.state[parameter].items()
+                    }
         return {"state": state, "param_to_group_meta": meta}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `sharded_state_dict` returned, after a checkpoint has been read into it.
 
         Raises:
-            KeyError: parameters are missing from it.
+            KeyError: parameters are missing from it, or unknown.
+            ValueError: parameters of one group have different settings in it.
         """
-        named = dict(self._named_parameters())
-        missing = sorted(named.keys() - state_dict["param_to_group_meta"].keys())
-        if missing:
+        named = self._named_parameters()
+        names = {id(parameter): name for name, parameter in named.items()}
+        state, meta = state_dict["state"], state_dict["param_to_group_meta"]
+        with_state = {name for name, parameter in named.items() if parameter in self.optimizer.state}
+        for what, missing in (("settings", named.keys() - meta.keys()), ("state", with_state - state.keys())):
+            if missing:
+                raise KeyError(
+                    f"FullyShardedOptimizer.load_state_dict: expected {what} of every parameter, got none for "
+                    f"{sorted(missing)[:5]}. Load a checkpoint of the same model."
+                )
+        if unknown := (meta.keys() | state.keys()) - named.keys():
             raise KeyError(
-                f"FullyShardedOptimizer.load_state_dict: expected group settings of every parameter, missing "
-                f"{missing[:5]}. Load a checkpoint of the same model."
+                f"FullyShardedOptimizer.load_state_dict: expected this optimizer's parameters only, got "
+                f"{sorted(unknown)[:5]}. Load a checkpoint of the same model."
             )
-        for group in self.optimizer.param_groups:
-            if group["params"]:
-                first = get_global_unique_param_name(self.model_chunks, group["params"][0])
-                group.update(state_dict["param_to_group_meta"][first])
-        for name, state in state_dict["state"].items():
+        settings = [
+            _common_settings({names[id(parameter)]: meta[names[id(parameter)]] for parameter in group["params"]})
+            for group in self.optimizer.param_groups
+        ]
+        for group, loaded in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(loaded)
+        for name, values in state.items():
             self.optimizer.state[named[name]] = {
-                key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()
+                key: value.to_local() if isinstance(value, DTensor) else value for key, value in values.items()
             }
 
     @torch.no_grad()
     def _create_state(self) -> None:
         """Make the base optimizer create its state, without moving a weight or a step count."""
-        parameters = [p for p in self.get_parameters() if p not in self.optimizer.state]
-        if not parameters:
+        every = self.get_parameters()
+        new = [parameter for parameter in every if parameter not in self.optimizer.state]
+        if not new:
             return
-        saved = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
-        ]
-        gradients = [parameter.grad for parameter in self.get_parameters()]
-        for parameter in self.get_parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter in parameters else None
+        saved = [_hyperparameters(group) for group in self.optimizer.param_groups]
+        gradients = [parameter.grad for parameter in every]
+        for parameter in every:
+            parameter.grad = None
+        for parameter in new:
+            parameter.grad = torch.zeros_like(parameter)
         for group in self.optimizer.param_groups:
             group.update(lr=0.0, weight_decay=0.0)
         self.optimizer.step()
         for group, settings in zip(self.optimizer.param_groups, saved, strict=True):
-            group.update(settings)
-        for parameter, gradient in zip(self.get_parameters(), gradients, strict=True):
+            _restore_settings(group, settings)
+        for parameter, gradient in zip(every, gradients, strict=True):
             parameter.grad = gradient
-        for parameter in parameters:
+        for parameter in new:
             state = self.optimizer.state[parameter]
             if "step" in state:
-                state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
+                state["step"] = _zero_like(state["step"])
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _restore_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Give a group its settings back; a step count that a first step has added to it stays, as zero."""
+    for key in group.keys() - settings.keys() - {"params"}:
+        if key == "step":
+            group[key] = _zero_like(group[key])
+        else:
+            del group[key]
+    group.update(settings)
+
+
+def _zero_like(step: Any) -> Any:
+    return torch.zeros_like(step) if torch.is_tensor(step) else 0
+
+
+def _common_settings(by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings that all parameters of one group share."""
+    (first, settings), *others = by_name.items()
+    for name, other in others:
+        if other.keys() != settings.keys() or any(bool(other[key] != value) for key, value in settings.items()):
+            raise ValueError(
+                f"FullyShardedOptimizer.load_state_dict: expected equal settings within a parameter group, got {other} "
+                f"for {name} and {settings} for {first}. Group the parameters as in the checkpoint."
+            )
+    return settings
 
 
 def _as_dtensor(value: Any, parameter: FsdpDTensor) -> Any:
@@ -281,7 +387,8 @@ def get_megatron_optimizer(
     The signature is that of the installed megatron-core.
 
     Raises:
-        ValueError: FSDP v2 chunks together with others, or an optimizer that is neither adam nor sgd.
+        ValueError: FSDP v2 chunks together with others or without trainable parameters, or an optimizer that is
+            neither adam nor sgd.
         NotImplementedError: `dump_param_to_param_group_map` with FSDP v2.
     """
     sharded = [is_fully_sharded(chunk) for chunk in model_chunks]
@@ -296,12 +403,13 @@ def get_megatron_optimizer(
         )
     if not all(sharded):
         raise ValueError(
-            f"get_megatron_optimizer model_chunks: expected all or none wrapped by Megatron-FSDP v2, got {sharded}."
+            f"get_megatron_optimizer model_chunks: expected all or none wrapped by Megatron-FSDP v2, got {sharded}. "
+            "Wrap every chunk, or none."
         )
     if dump_param_to_param_group_map is not None:
         raise NotImplementedError(
             "get_megatron_optimizer dump_param_to_param_group_map: expected None with Megatron-FSDP v2, got "
-            f"{dump_param_to_param_group_map!r}."
+            f"{dump_param_to_param_group_map!r}. Leave it out."
         )
     FullyShardedOptimizer._validate_config(config, model_chunks)
     if config_overrides is None:
@@ -310,6 +418,11 @@ def get_megatron_optimizer(
     param_groups = [
         group for group in mcore_optimizer._get_param_groups(model_chunks, config, config_overrides) if group["params"]
     ]
+    if not param_groups:
+        raise ValueError(
+            "get_megatron_optimizer model_chunks: expected trainable parameters, got none. Unfreeze some, or train "
+            "without an optimizer."
+        )
     base = _base_optimizer(config, param_groups, model_chunks[0].device)
     optimizer = FullyShardedOptimizer(base, config, _grad_scaler(config), None, model_chunks)
     optimizer.grad_stats_parallel_group = _grad_stats_group(pg_collection)
@@ -328,7 +441,8 @@ def _base_optimizer(
         return mcore_optimizer.SGD(param_groups, momentum=config.sgd_momentum, **settings)
     if config.optimizer != "adam":
         raise ValueError(
-            f"OptimizerConfig.optimizer: expected 'adam' or 'sgd' with Megatron-FSDP v2, got {config.optimizer!r}."
+            f"OptimizerConfig.optimizer: expected 'adam' or 'sgd' with Megatron-FSDP v2, got {config.optimizer!r}. "
+            "Use one of the two."
         )
     settings.update(betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
     if mcore_optimizer.USING_PYTORCH_OPTIMIZER:

@@ -9,9 +9,11 @@ numbers are the runtime's (`megatron.core.distributed.fsdp.experimental`).
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
+from functools import reduce
 from typing import Any
 
 import torch
@@ -31,7 +33,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core import parallel_state
 from megatron.core.distributed.fsdp.experimental import (
     FsdpContext,
-    FsdpDTensor,
     FsdpModule,
     MixedPrecisionPolicy,
     SchedulePolicy,
@@ -41,6 +42,8 @@ from megatron.core.distributed.fsdp.experimental import (
     microbatch,
 )
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass
 class DistributedDataParallelConfig(_StockConfig):
@@ -49,8 +52,8 @@ class DistributedDataParallelConfig(_StockConfig):
     Attributes:
         use_megatron_fsdp_v2: wrap model chunks with this module's `FullyShardedDataParallel`.
         megatron_fsdp_main_params_dtype: dtype of the main weights.
-        megatron_fsdp_main_grads_dtype: dtype in which gradients accumulate; None means the compute dtype, or float32
-            with `grad_reduce_in_fp32`.
+        megatron_fsdp_main_grads_dtype: dtype in which gradients accumulate; None means float32 with
+            `grad_reduce_in_fp32`, else the compute dtype, the widest one where parameters differ.
         megatron_fsdp_grad_comm_dtype: dtype in which gradients are sent; None means the main-gradient dtype.
         megatron_fsdp_forward_prefetch_units: units whose weights are gathered ahead in forward (with
             `overlap_param_gather`).
@@ -129,23 +132,18 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
                 "Give one of the two."
             )
         unit_classes = () if disable_bucketing else _resolve_classes(fsdp_unit_modules)
+        units = _find_units(module, unit_classes, is_default=fsdp_unit_modules is None)
+        options: dict[str, Any] = {
+            "mixed_precision_policy": _mixed_precision_policy(ddp_config, module),
+            "schedule_policy": _schedule_policy(ddp_config),
+            "gradient_reduction": "sum" if config.calculate_per_token_loss else "average",
+        }
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config
         self.device = _default_device() if device is None else torch.device(device)
         self.force_all_reduce = False
-        group = _data_parallel_group(pg_collection)
-        mesh = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("dp_cp",))
-        options: dict[str, Any] = {
-            "mixed_precision_policy": _mixed_precision_policy(ddp_config, config),
-            "schedule_policy": _schedule_policy(ddp_config),
-            "gradient_reduction": "sum" if config.calculate_per_token_loss else "average",
-        }
-        units = [child for child in module.modules() if isinstance(child, unit_classes)] if unit_classes else []
-        if fsdp_unit_modules and not units:
-            raise ValueError(
-                f"FullyShardedDataParallel fsdp_unit_modules: expected classes that occur in the model, got "
-                f"{fsdp_unit_modules}. Name classes of its submodules."
-            )
+        self.data_parallel_group = _data_parallel_group(pg_collection)
+        mesh = DeviceMesh.from_group(self.data_parallel_group, self.device.type, mesh_dim_names=("dp_cp",))
         unify = getattr(ddp_config, "megatron_fsdp_unify_communication_stream", False)
         with fully_shard_context(self.device, unify_communication_stream=unify) as context:
             for unit in reversed(units):
@@ -223,8 +221,18 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
     def synchronize_param_gather(self) -> None:
         """Do nothing, as `start_param_sync`."""
 
+    def enable_forward_pre_hook(self) -> None:
+        """Do nothing: the hooks that gather weights are part of every unit."""
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Do nothing, as `enable_forward_pre_hook`; a unit that runs always has current weights."""
+
     def stop_communication(self) -> None:
         """Return all units to sharded parameters, e.g. before parameters are read."""
+        self.fsdp_context.reshard_idle_units()
+
+    def free_overlap_buffers(self) -> None:
+        """Free weights that were gathered ahead, e.g. before a checkpoint is written."""
         self.fsdp_context.reshard_idle_units()
 
     def broadcast_params(self) -> None:
@@ -248,17 +256,6 @@ def is_fully_sharded(model_chunk: nn.Module) -> bool:
     return isinstance(model_chunk, FullyShardedDataParallel)
 
 
-def sharded_parameters(model_chunks: Sequence[nn.Module]) -> list[FsdpDTensor]:
-    """Return the trainable parameters of the chunks, each once, in the order in which they are defined."""
-    found: list[FsdpDTensor] = []
-    for chunk in model_chunks:
-        for parameter in chunk.parameters():
-            if parameter.requires_grad:
-                assert isinstance(parameter, FsdpDTensor)
-                found.append(parameter)
-    return found
-
-
 def _default_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -275,15 +272,41 @@ def _resolve_classes(names: Sequence[type[nn.Module] | str] | None) -> tuple[typ
         return (TransformerLayer,)
     classes = []
     for item in names:
-        if isinstance(item, str):
-            module_name, _, class_name = item.rpartition(".")
-            item = getattr(importlib.import_module(module_name), class_name) if module_name else item
-        if not (isinstance(item, type) and issubclass(item, nn.Module)):
+        found = _import_class(item) if isinstance(item, str) else item
+        if not (isinstance(found, type) and issubclass(found, nn.Module)):
             raise ValueError(
-                f"FullyShardedDataParallel fsdp_unit_modules: expected module classes or dotted names, got {item!r}."
+                f"FullyShardedDataParallel fsdp_unit_modules: expected module classes or their dotted names, got "
+                f"{item!r}. Pass the class, or its module and name, e.g. 'torch.nn.Linear'."
             )
-        classes.append(item)
+        classes.append(found)
     return tuple(classes)
+
+
+def _import_class(dotted_name: str) -> Any:
+    """Return what the name stands for, or None."""
+    module_name, _, class_name = dotted_name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), class_name, None) if module_name else None
+    except ImportError:
+        return None
+
+
+def _find_units(module: nn.Module, classes: tuple[type[nn.Module], ...], *, is_default: bool) -> list[nn.Module]:
+    units = [child for child in module.modules() if isinstance(child, classes)]
+    if classes and not units:
+        names = [cls.__name__ for cls in classes]
+        if not is_default:
+            raise ValueError(
+                f"FullyShardedDataParallel fsdp_unit_modules: expected classes that occur in the model, got {names} "
+                f"for {type(module).__name__}. Name classes of its submodules, or set disable_bucketing."
+            )
+        _logger.warning(
+            "FullyShardedDataParallel: no %s in %s, so the whole chunk is one unit, gathered at once. Pass "
+            "fsdp_unit_modules to cut it.",
+            names,
+            type(module).__name__,
+        )
+    return units
 
 
 _PARALLEL_SIZES = {
@@ -291,6 +314,7 @@ _PARALLEL_SIZES = {
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
 }
 _UNSUPPORTED_MODEL_FLAGS = {
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
@@ -298,6 +322,7 @@ _UNSUPPORTED_MODEL_FLAGS = {
     "fp4": "no --fp4-format",
     "enable_cuda_graph": "no --enable-cuda-graph",
     "external_cuda_graph": "no --external-cuda-graph",
+    "cuda_graph_impl": "--cuda-graph-impl none",
     "delay_wgrad_compute": "no --delay-wgrad-compute",
     "overlap_moe_expert_parallel_comm": "no --overlap-moe-expert-parallel-comm",
     "init_model_with_meta_device": "no --init-model-with-meta-device",
@@ -306,15 +331,15 @@ _UNSUPPORTED_MODEL_FLAGS = {
 
 def _check_model_config(config: TransformerConfig) -> None:
     for name, supported in _PARALLEL_SIZES.items():
-        size = getattr(config, name, supported)
-        if size != supported:
+        size = getattr(config, name, None)
+        if size not in (None, supported):
             raise NotImplementedError(
                 f"Megatron-FSDP v2 {name}: expected {supported}, got {size}; it does not compose with this parallelism "
                 f"yet. Set --{name.replace('_', '-')} {supported}."
             )
     for name, cure in _UNSUPPORTED_MODEL_FLAGS.items():
         value = getattr(config, name, None)
-        if value:
+        if value and value != "none":
             raise NotImplementedError(
                 f"Megatron-FSDP v2 {name}: expected it off, got {value!r}; not supported yet. Use {cure}."
             )
@@ -324,7 +349,7 @@ def _check_ddp_config(ddp_config: _StockConfig) -> None:
     if not isinstance(ddp_config, _StockConfig):
         raise TypeError(
             "FullyShardedDataParallel ddp_config: expected DistributedDataParallelConfig, got "
-            f"{type(ddp_config).__name__}."
+            f"{type(ddp_config).__name__}. Use the one of this module, or megatron-core's."
         )
     strategy = ddp_config.data_parallel_sharding_strategy
     if strategy != "optim_grads_params":
@@ -344,7 +369,7 @@ def _check_ddp_config(ddp_config: _StockConfig) -> None:
             )
 
 
-def _mixed_precision_policy(ddp_config: _StockConfig, config: TransformerConfig) -> MixedPrecisionPolicy:
+def _mixed_precision_policy(ddp_config: _StockConfig, module: nn.Module) -> MixedPrecisionPolicy:
     main_grads = getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None)
     if ddp_config.grad_reduce_in_fp32:
         if main_grads not in (None, torch.float32):
@@ -353,9 +378,13 @@ def _mixed_precision_policy(ddp_config: _StockConfig, config: TransformerConfig)
                 f"{main_grads}. Drop one of the two."
             )
         main_grads = torch.float32
+    if main_grads is None:
+        # Units share one policy, so that parameters kept in float32 among narrower ones lose nothing.
+        dtypes = [parameter.dtype for parameter in module.parameters() if parameter.requires_grad]
+        main_grads = reduce(torch.promote_types, dtypes) if dtypes else None
     return MixedPrecisionPolicy(
         main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", torch.float32),
-        main_grads_dtype=config.params_dtype if main_grads is None else main_grads,
+        main_grads_dtype=main_grads,
         grad_comm_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None),
     )
 

@@ -46,6 +46,10 @@ class ShardGeometry:
     mesh: DeviceMesh
     on_write: weakref.WeakMethod[Callable[[], None]] | None = None
 
+    def __reduce__(self) -> Any:
+        """Pickle without `on_write`: a copy is not connected to the group."""
+        return ShardGeometry, (self.fqn, self.layout, self.index, self.mesh)
+
     @property
     def cut(self) -> tuple[int, int, int]:
         """What decides which elements each rank owns of a tensor of a given size."""
@@ -134,6 +138,10 @@ class FsdpDTensor(DTensor):
         memo[id(self)] = copy
         result: FsdpDTensor = copy
         return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle this rank's elements and the cut, without the rest of the flat buffer or the way back to the unit."""
+        return shard_dtensor, (self._local_tensor.detach().clone(), self._geometry)
 
     @classmethod
     def __torch_function__(
@@ -268,24 +276,25 @@ def _check_operation(operation: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _refusal(operation: str, source: FsdpDTensor) -> RuntimeError:
     return RuntimeError(
-        f"{operation} of the sharded parameter {source._geometry.fqn}: expected an element-wise operation or a reduction "
-        "to a scalar, since this rank holds a run of elements that torch cannot describe. Call full_tensor() first, or "
-        "use the parameter inside its unit's forward."
+        f"{operation} of the sharded parameter {source._geometry.fqn}: expected an element-wise operation or a "
+        "reduction to a scalar, since this rank holds a run of elements that torch cannot describe. Call full_tensor() "
+        "first, or use the parameter inside its unit's forward."
     )
 
 
 def _check_cuts(operation: str, operands: Sequence[Any]) -> None:
-    """Refuse to combine a sharded tensor with a DTensor that is cut otherwise, or not at all."""
-    tensors = [tensor for tensor in operands if isinstance(tensor, DTensor) and tensor.ndim]
+    """Refuse to combine a sharded tensor with one that is not cut as it is, unless that is a single number."""
+    tensors = [tensor for tensor in operands if isinstance(tensor, torch.Tensor)]
     source = next((tensor for tensor in tensors if isinstance(tensor, FsdpDTensor)), None)
     for operand in tensors:
-        if source is None or operand is source:
+        if source is None or operand is source or (operand.numel() == 1 and not isinstance(operand, FsdpDTensor)):
             continue
         is_alike = isinstance(operand, FsdpDTensor) and operand._geometry.cut == source._geometry.cut
         if not is_alike or operand.shape != source.shape:
             raise RuntimeError(
                 f"{operation} of the sharded parameter {source._geometry.fqn}: expected operands of its shape, cut as "
-                f"it is, got {tuple(operand.shape)} with another cut. Call full_tensor() on the operands first."
+                f"it is, got {type(operand).__name__} of shape {tuple(operand.shape)}. Call full_tensor() first, or "
+                "use the parameter inside its unit's forward."
             )
 
 

@@ -133,7 +133,7 @@ def _make_step(cls: Any) -> Any:
                 f"{type(self).__name__}.step: expected no closure, got one. A closure re-runs forward and backward "
                 "while the step holds local shards. Compute the loss before the step."
             )
-        with self._fsdp_step.lend_locals():
+        with self._fsdp_step.lend_locals(self):
             original(self)
 
     return step
@@ -143,7 +143,6 @@ class _LocalStep:
     """Lends plain local tensors to an optimizer's step and takes them back."""
 
     def __init__(self, optimizer: Any, groups: Sequence[FsdpParameterGroup], precision_aware: bool) -> None:
-        self._optimizer = optimizer
         self._groups = groups
         self._precision_aware = precision_aware
         self._locals: dict[int, torch.Tensor] = {}
@@ -152,9 +151,8 @@ class _LocalStep:
             optimizer.state[parameter] = {key: _local(value) for key, value in state.items()}
 
     @contextmanager
-    def lend_locals(self) -> Iterator[None]:
-        """Let param_groups and state speak of local tensors inside the block."""
-        optimizer = self._optimizer
+    def lend_locals(self, optimizer: Any) -> Iterator[None]:
+        """Let the optimizer's param_groups and state speak of local tensors inside the block."""
         unfinished = [group.name for group in self._groups if not group.has_final_gradients]
         if unfinished:
             raise RuntimeError(

@@ -1,0 +1,505 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""A unit's life: phases, hooks, recomputation, evaluation, errors, reuse, external schedulers and deletion."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.distributed.fsdp.experimental import FsdpModule, fully_shard, fully_shard_optimizer
+from tests.unit_tests.launch import run_ranks, run_ranks_expecting
+from tests.unit_tests.models import Block, Mlp, build, loss_of, make_batch, shard_layers
+from tests.unit_tests.oracle import assert_at_rest
+from tests.unit_tests.trace import CollectiveLog
+
+
+def _full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _compare_gradients(
+    model: nn.Module, reference: nn.Module, step: Callable[[nn.Module, torch.Tensor], None], *, steps: int = 3
+) -> None:
+    """Run `step(module, batch)` on this rank's share with FSDP and on every share in one process; compare gradients."""
+    world_size = dist.get_world_size()
+    for index in range(steps):
+        generator = torch.Generator().manual_seed(index)
+        batches = torch.randn(world_size, 4, 6, generator=generator)
+        model.zero_grad()
+        reference.zero_grad()
+        step(model, batches[dist.get_rank()])
+        for batch in batches:
+            step(reference, batch)
+        assert_at_rest(model)
+        gradients = _full_gradients(model)
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(gradients[name], parameter.grad / world_size, rtol=1e-5, atol=1e-6)
+
+
+def _blocks(forward: Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]) -> tuple[nn.Module, nn.Module]:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList([Block(6) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(self.layers, x)
+
+    reference = Model()
+    return shard_layers(copy.deepcopy(reference)), reference
+
+
+def _chain(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def _recompute(reentrant: bool) -> Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]:
+    def forward(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=reentrant)
+        return x
+
+    return forward
+
+
+def _recompute_all(reentrant: bool) -> Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]:
+    return lambda layers, x: checkpoint(_chain, layers, x, use_reentrant=reentrant)
+
+
+FORWARDS: dict[str, Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]] = {
+    "chain": _chain,
+    "recompute_units": _recompute(False),
+    "recompute_units_reentrant": _recompute(True),
+    "recompute_all": _recompute_all(False),
+    "recompute_all_reentrant": _recompute_all(True),
+    "called_twice": lambda layers, x: layers[2](layers[0](layers[1](layers[0](x)))),
+    "parallel_calls": lambda layers, x: layers[1](layers[0](x) + layers[0](2 * x)) + layers[2](x),
+    "reverse_order": lambda layers, x: layers[0](layers[1](layers[2](x))),
+    "skipped_unit": lambda layers, x: layers[2](layers[0](x)),
+}
+
+
+def _gradients_of(name: str) -> None:
+    model, reference = _blocks(FORWARDS[name])
+
+    def step(module: nn.Module, batch: torch.Tensor) -> None:
+        module(batch.requires_grad_()).square().sum().backward()
+
+    _compare_gradients(model, reference, step)
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_ways_to_call_units(name: str) -> None:
+    """PB-012, PB-066: reuse, recomputation, other orders and unused units give the gradients of one process."""
+    run_ranks(2, _gradients_of, name)
+
+
+def _two_forwards(order: str) -> None:
+    """PB-084: several forwards before the backwards, in either order or at once."""
+    model, reference = _blocks(_chain)
+
+    def step(module: nn.Module, batch: torch.Tensor) -> None:
+        losses = [module(batch).square().sum(), module(batch * 0.5).sin().sum()]
+        if order == "joint":
+            (losses[0] + losses[1]).backward()
+            return
+        for loss in losses if order == "same" else losses[::-1]:
+            loss.backward()
+
+    _compare_gradients(model, reference, step)
+
+
+@pytest.mark.parametrize("order", ["same", "reversed", "joint"])
+def test_pb084_forward_forward_backward_backward(order: str) -> None:
+    run_ranks(2, _two_forwards, order)
+
+
+@dataclass
+class _Output:
+    hidden: torch.Tensor
+    other: Any = None
+
+
+class _Structured(nn.Module):
+    def __init__(self, wrap: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = Block(6)
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.wrap(self.block(x))
+
+
+STRUCTURES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "tuple": (lambda t: (t, None), lambda out: out[0]),
+    "list": (lambda t: [None, [t]], lambda out: out[1][0]),
+    "dict": (lambda t: {"a": {"b": t}}, lambda out: out["a"]["b"]),
+    "dataclass": (lambda t: _Output(t), lambda out: out.hidden),
+}
+
+
+def _structured(name: str) -> None:
+    wrap, unwrap = STRUCTURES[name]
+    reference = _Structured(wrap)
+    model = copy.deepcopy(reference)
+    model.layers = nn.ModuleList()
+    fully_shard(model.block)
+    fully_shard(model)
+    _compare_gradients(model, reference, lambda module, batch: unwrap(module(batch)).square().sum().backward())
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_pb089_structured_outputs(name: str) -> None:
+    run_ranks(2, _structured, name)
+
+
+def _partly_used() -> None:
+    """PB-009: a parameter that gets no gradient this step contributes zeros; the count is right in the next step."""
+    torch.manual_seed(0)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.use_b = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x)) if self.use_b else self.a(x)
+
+    reference = Two()
+    model = fully_shard(copy.deepcopy(reference))
+    _compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward())
+    assert not model.b.weight.grad.full_tensor().any()
+    model.use_b = reference.use_b = True
+    _compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward())
+
+
+def test_pb009_partly_used_unit() -> None:
+    run_ranks(2, _partly_used)
+
+
+def _partly_used_then_accumulated() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)})
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+            return self.parts[name](x)
+
+    both = fully_shard(Both())
+    x = torch.full((1, 2), dist.get_rank() + 1.0)
+    for name in ("a", "b", "b"):
+        both(x, name).sum().backward()
+        assert_at_rest(both)
+    assert both.parts["a"].weight.grad.full_tensor().tolist() == [[1.5, 1.5]]
+    assert both.parts["b"].weight.grad.full_tensor().tolist() == [[3.0, 3.0]]
+
+
+def test_partly_used_unit_keeps_what_has_accumulated() -> None:
+    run_ranks(2, _partly_used_then_accumulated)
+
+
+def _manual_gradients() -> None:
+    """`.grad` is the truth: cleared by hand, replaced by hand, or scaled in place, as in torch."""
+    model = fully_shard(nn.Linear(2, 2))
+    x = torch.full((1, 2), dist.get_rank() + 1.0)
+
+    def backward() -> None:
+        model(x).sum().backward()
+
+    backward()
+    model.weight.grad = None
+    backward()
+    assert model.weight.grad.full_tensor().unique().tolist() == [1.5]
+    assert model.bias.grad.full_tensor().unique().tolist() == [2.0]
+    model.weight.grad = model.weight.grad * 10
+    model.bias.grad.zero_()
+    backward()
+    assert model.weight.grad.full_tensor().unique().tolist() == [16.5]
+    assert model.bias.grad.full_tensor().unique().tolist() == [1.0]
+
+
+def test_gradients_changed_by_hand() -> None:
+    run_ranks(2, _manual_gradients)
+
+
+def _evaluation_between_steps() -> None:
+    model = shard_layers(build("tied"))
+    plain = build("tied")
+    inputs, targets = make_batch(model, 4, seed=0)
+    for grad_mode in (torch.no_grad, torch.inference_mode):
+        with grad_mode(), CollectiveLog() as log:
+            assert torch.equal(model.eval()(inputs), plain.eval()(inputs))
+        assert_at_rest(model)
+        assert len([entry for entry in log.entries if entry[0] == "all_gather"]) == 4
+        loss_of(model.train(), inputs, targets).backward()
+        assert_at_rest(model)
+
+
+def test_evaluation_between_steps() -> None:
+    run_ranks(2, _evaluation_between_steps)
+
+
+class _Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.fail_at: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index == self.fail_at:
+                raise KeyError("a bad batch")
+            x = layer(x)
+        return x
+
+
+def _forward_raises() -> None:
+    """An exception in forward reaches the user, and the model trains on afterwards."""
+    model = shard_layers(_Fails())
+    for fail_at in (0, 1, 2):
+        model.fail_at = fail_at if fail_at < 2 else None
+        if model.fail_at is not None:
+            with pytest.raises(KeyError, match="a bad batch"):
+                model(torch.ones(1, 3))
+            assert model.phase is FsdpModule.Phase.RESTING and model.context.num_units_in_forward == 0
+    model(torch.ones(1, 3)).sum().backward()
+    assert_at_rest(model)
+
+
+def test_exception_in_forward() -> None:
+    run_ranks(2, _forward_raises)
+
+
+def _stale_root() -> None:
+    """A root that keeps its weights for backward must not use them after a step has changed them."""
+    model, plain = shard_layers(build("mlp")), build("mlp")
+    x = torch.ones(2, 7)
+    model(x)  # no backward follows: the root's weights stay gathered
+    assert model.unshard_event is not None
+    for module in (model, plain):
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter) + 1
+    fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5)).step()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    assert torch.equal(model(x), plain(x))
+
+
+def test_weights_kept_for_backward_are_refreshed_after_a_step() -> None:
+    run_ranks(2, _stale_root)
+
+
+def _external_scheduler() -> None:
+    """Without hooks, a scheduler calls the four points itself; the numbers are those of the hooks."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 2)
+    hooked, driven = copy.deepcopy(plain), copy.deepcopy(plain)
+    fully_shard(hooked)
+    fully_shard(driven, register_hooks=False)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    hooked(x).square().sum().backward()
+    done: list[FsdpModule] = []
+    driven.register_post_backward_hook(done.append)
+    driven.context.finalize()
+    driven.pre_forward()
+    out = driven(x)
+    driven.post_forward(needs_backward=True)
+    out.register_hook(lambda grad: driven.pre_backward())
+    out.square().sum().backward()
+    assert done == [driven]
+    assert driven.phase is FsdpModule.Phase.RESTING
+    for name, gradient in _full_gradients(hooked).items():
+        assert torch.equal(gradient, _full_gradients(driven)[name])
+
+
+def test_external_scheduler() -> None:
+    run_ranks(2, _external_scheduler)
+
+
+def _explicit_unshard() -> None:
+    model = shard_layers(build("mlp"))
+    model.context.finalize()
+    model.layers[0].unshard(prefetch="forward")
+    assert type(model.layers[0].weight) is nn.Parameter and model.layers[1].unshard_event is not None
+    assert torch.equal(model.layers[0].weight, build("mlp").layers[0].weight)
+    model.layers[0].reshard()
+    model.layers[1].reshard()
+    model.layers[2].unshard(prefetch="backward")
+    assert model.layers[1].unshard_event is not None
+    model.context.reshard_idle_units()
+    for layer in model.layers:
+        layer.reshard()
+    assert_at_rest(model)
+    with pytest.raises(ValueError, match="unshard prefetch: expected 'none', 'forward' or 'backward', got 'both'"):
+        model.layers[0].unshard(prefetch="both")
+
+
+def test_explicit_unshard_and_reshard() -> None:
+    run_ranks(2, _explicit_unshard)
+
+
+def _phase_error() -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    model.context.finalize()
+    model.pre_forward()
+    model.pre_forward()
+
+
+def test_phase_error_names_the_unit() -> None:
+    for message in run_ranks_expecting(1, RuntimeError, _phase_error):
+        assert "phase of unit FsdpLinear: expected a move allowed from FORWARD, got FORWARD" in message
+
+
+def _frozen_units_are_released() -> list[int]:
+    """PB-113: frozen units return to shards as backward passes them, not at its end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), *[nn.Linear(4, 4).requires_grad_(False) for _ in range(5)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    live: list[int] = []
+
+    def count(grad: torch.Tensor) -> None:
+        live.append(sum(layer.unshard_event is not None for layer in model))
+
+    x = torch.randn(2, 4)
+    hidden = x
+    for layer in model:
+        hidden = layer(hidden)
+        hidden.register_hook(count)
+    hidden.sum().backward()
+    assert_at_rest(model)
+    return live
+
+
+def test_pb113_frozen_units_are_released() -> None:
+    """At each unit's output gradient: the unit itself, the next one gathered ahead, and none left behind."""
+    for live in run_ranks(2, _frozen_units_are_released):
+        assert len(live) == 6 and max(live) <= 2
+
+
+def _deletion(how: str) -> None:
+    """PB-114: without the cyclic collector, deleting the model frees its buffers at once."""
+    model = shard_layers(build("tied"))
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+    inputs, targets = make_batch(model, 4, seed=dist.get_rank())
+    gc.collect()
+    gc.disable()
+    try:
+        loss = loss_of(model, inputs, targets)
+        if how == "after_exception":
+            with pytest.raises(ZeroDivisionError):
+                loss.register_hook(lambda grad: 1 / 0)
+                loss.backward()
+        elif how != "before_backward":
+            loss.backward()
+            optimizer.step()
+        if how != "with_loss":
+            del loss
+        units = [module for module in model.modules() if isinstance(module, FsdpModule)]
+        alive = [weakref.ref(group.main_weight.local) for unit in units for group in unit.parameter_groups]
+        alive += [weakref.ref(group.full_weight.local) for unit in units for group in unit.parameter_groups]
+        alive += [weakref.ref(unit) for unit in units] + [weakref.ref(model.context)]
+        del units
+        del optimizer
+        del model
+        # gloo's own thread lets go of the last gather's tensors a moment after the gather.
+        deadline = time.monotonic() + 5
+        while any(reference() is not None for reference in alive) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not [reference for reference in alive if reference() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("how", ["after_step", "with_loss", "before_backward"])
+def test_pb114_deletion_frees_at_once(how: str) -> None:
+    run_ranks(2, _deletion, how)
+
+
+def _hash_order() -> list[Any]:
+    """PB-072: collectives are issued in one order whatever ids and hashes are."""
+    keep = [object() for _ in range(1000 * dist.get_rank())]
+    model = nn.Sequential(*[nn.Linear(3 + index, 4 + index) for index in range(12)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+    with CollectiveLog() as log:
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert keep is not None
+    return log.entries
+
+
+def test_pb072_collective_order_is_the_same_everywhere() -> None:
+    first, *others = run_ranks(3, _hash_order)
+    assert len(first) == 2 * 12 * 3 and all(log == first for log in others)
+
+
+def _hooks_bypassed() -> None:
+    """PB-062, PB-063: a sharded parameter used outside its unit's forward raises, it is never stale storage."""
+    model = shard_layers(build("mlp"))
+    with pytest.raises(RuntimeError, match=r"linear of the sharded parameter .*weight.*inside its unit's forward"):
+        model.layers[0].forward(torch.ones(1, 7))
+    with pytest.raises(RuntimeError, match=r"linear of the sharded parameter .*weight.*inside its unit's forward"):
+        nn.functional.linear(torch.ones(1, 7), model.layers[0].weight)
+    with pytest.raises(RuntimeError, match=r"mul of the sharded parameter .*scale.*inside its unit's forward"):
+        torch.ones(2, 7) * model.scale
+
+
+def test_pb062_parameter_used_outside_its_unit() -> None:
+    run_ranks(2, _hooks_bypassed)
+
+
+def _wide_reference() -> None:
+    """PB-023: 64 microbatches of mixed magnitude accumulate in float32 although compute and gradients are bf16."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4, bias=False).bfloat16()
+    plain = copy.deepcopy(model)
+    fully_shard(model)
+    total = torch.zeros(4, 8)
+    for index in range(64):
+        share = []
+        for rank in range(dist.get_world_size()):
+            generator = torch.Generator().manual_seed(100 * index + rank)
+            x = torch.randn(2, 8, generator=generator).mul_(10.0 ** (index % 5 - 2)).bfloat16()
+            plain.zero_grad()
+            plain(x).sum().backward()
+            share.append(plain.weight.grad.float())
+            if rank == dist.get_rank():
+                model(x).sum().backward()
+        total += sum(share) / len(share)
+    assert model.weight.grad.dtype is torch.float32
+    torch.testing.assert_close(model.weight.grad.full_tensor(), total, rtol=1e-6, atol=1e-5)
+
+
+def test_pb023_accumulates_in_the_main_gradient_dtype() -> None:
+    run_ranks(2, _wide_reference)
+
+
+def test_mlp_has_what_the_tests_rely_on() -> None:
+    model = Mlp()
+    assert model.scale.numel() == 7 and len(model.layers) == 3
