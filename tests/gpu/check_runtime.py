@@ -62,7 +62,7 @@ def bfloat16_follows_float32() -> str:
 def _train(
     *, slow: str | None = None, side_stream: bool = False, unify: bool = False, prefetch: int = 1, steps: int = 4
 ) -> list[torch.Tensor]:
-    """Train six blocks in bf16 and return the full weights; `slow` delays one communication stream in every backward."""
+    """Train six blocks in bf16 and return the full weights; `slow` delays one communication stream in each backward."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[Block(512) for _ in range(6)]).to("cuda", torch.bfloat16)
     policy = SchedulePolicy(forward_prefetch_units=prefetch, backward_prefetch_units=prefetch)
@@ -131,7 +131,7 @@ def streams_do_not_change_a_bit() -> str:
 
 @check
 def peak_memory_follows_the_formula() -> str:
-    """Resident shards, two units of gathered weights, two of packed gradients, activations: nothing grows with depth."""
+    """Two units of gathered weights, two of packed gradients and activations above the shards; none grows with depth."""
     peaks = {}
     for depth in (8, 16):
         torch.cuda.empty_cache()
