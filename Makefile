@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Every target does its own set-up: a virtual environment, PyTorch, the project.
-#   make pretrain   train a small GPT on real text with FSDP v2
+#   make pretrain   train a small GPT on real text with FSDP v2 (FLAGS= trains it with megatron-core's DDP)
 #   make test       run the whole test suite
 #   make lint       format, lint, type and spelling checks
 #   make docs       build the documentation into runs/site
@@ -11,6 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 NPROC ?= 2
+FLAGS ?= --use-megatron-fsdp-v2
 INSTALLED := $(VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
@@ -24,8 +25,9 @@ $(INSTALLED): pyproject.toml setup.py
 	touch $@
 
 pretrain: $(INSTALLED)
-	PYTHON=$(VENV)/bin/python NPROC=$(NPROC) examples/megatron_fsdp/pretrain_bytes.sh \
-		--use-megatron-fsdp-v2 --plot runs/loss.png
+	@PYTHON=$(VENV)/bin/python NPROC=$(NPROC) examples/megatron_fsdp/pretrain_bytes.sh \
+		$(FLAGS) --plot runs/loss.png
+	@echo "Or in short: make pretrain FLAGS= ; every flag: $(VENV)/bin/python pretrain_gpt.py --help"
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest
