@@ -1,12 +1,11 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-core in test workers: process groups, tiny chunks, a scoped CPU shim, and the reference that trains alone."""
+"""Megatron-core in test workers: process groups, a scoped CPU shim, tiny chunks, their data, and comparisons."""
 
 from __future__ import annotations
 
 import importlib
 import multiprocessing
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,20 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # megatron-core says which CUDA libraries it did not find
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron.core import parallel_state
-    from megatron.core.distributed.fsdp import mcore_fsdp_v2_adapter as adapter
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer, get_megatron_optimizer
+from megatron.core import parallel_state
+from megatron.core.distributed.fsdp import mcore_fsdp_v2_adapter as adapter
 from megatron.core.distributed.fsdp.experimental import gather_full
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer, get_megatron_optimizer
 from megatron.pretrain import cpu
 from megatron.pretrain.attention import SdpaCoreAttention
 from tests.unit_tests.models import Mlp
@@ -77,6 +74,7 @@ class Tower(MegatronModule):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.net = Mlp()
+        self.compute_dtype = config.params_dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x)
@@ -115,8 +113,6 @@ def build_tower(dtype: torch.dtype = torch.float32, **changes: Any) -> Tower:
 
 def build_gpt(*, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> GPTModel:
     """Return a GPT whose weights depend on nothing but a seed; inside `cpu_shim` only."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
     model_parallel_cuda_manual_seed(5, force_reset_rng=True)
     torch.manual_seed(5)
     spec = get_gpt_layer_local_spec()
@@ -157,8 +153,7 @@ def tower_batch(step: int, index: int, rank: int) -> tuple[torch.Tensor, torch.T
 def tower_loss(model: Any, step: int, index: int, rank: int) -> torch.Tensor:
     """Return the mean loss of one microbatch."""
     inputs, targets = tower_batch(step, index, rank)
-    dtype = next(model.parameters()).dtype if isinstance(model, Tower) else model.compute_dtype
-    return F.mse_loss(model(inputs.to(dtype)).float(), targets)
+    return F.mse_loss(model(inputs.to(model.compute_dtype)).float(), targets)
 
 
 def tokens(step: int, index: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
