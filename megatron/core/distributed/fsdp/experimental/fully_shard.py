@@ -69,10 +69,10 @@ def fully_shard_context(
 def fully_shard(
     module: ModuleT,
     mesh: DeviceMesh | None = None,
-    *,
     placements: Placements | None = None,
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
     grad_divisor: float = 1,
+    *,
     gradient_reduction: GradientReduction = "average",
     schedule_policy: SchedulePolicy | None = None,
     register_hooks: bool = True,
