@@ -154,13 +154,17 @@ class FsdpDTensor(DTensor):
         """Run an operation that respects the cut and mark its results; refuse any other before it communicates."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
+        if name == "__set__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         operation = _base_name(name)
         if (name.endswith("_") and not name.startswith("__")) or name in _DUNDER_WRITES:
             _notify_writes(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            _check_operation(operation, args, kwargs)
+            if name != "__get__":
+                _check_operation(operation, args, kwargs)
             result = func(*args, **kwargs)
-            if isinstance(result, (DTensor, tuple, list)):
+            if isinstance(result, (DTensor, tuple, list)) and not isinstance(result, FsdpDTensor):
                 _adopt(result, list(_sharded_inputs(args, kwargs)), operation)
         return result
 

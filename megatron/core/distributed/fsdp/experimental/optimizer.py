@@ -121,6 +121,11 @@ def _validated_groups(optimizer: Optimizer) -> list[FsdpParameterGroup]:
 class _FsdpOptimizer:
     """Marks an adapted optimizer; its `step` is made by `_make_step`."""
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients as torch does, without asking every parameter's class for each access."""
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none)  # type: ignore[misc]
+
 
 def _make_step(cls: Any) -> Any:
     inherited = cls.step
