@@ -326,7 +326,8 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         for parameter in new:
             parameter.grad = torch.zeros_like(parameter)
         for group in self.optimizer.param_groups:
-            group.update(lr=0.0, weight_decay=0.0)
+            # Zero gradients move nothing by themselves. The rate stays: some rules start their state from it.
+            group.update(weight_decay=0.0)
         self.optimizer.step()
         for group, settings in zip(self.optimizer.param_groups, saved, strict=True):
             _restore_settings(group, settings)
