@@ -323,6 +323,31 @@ def test_failed_step_restores_the_groups() -> None:
     run_ranks(1, _failed_step)
 
 
+def _added_group() -> None:
+    """Parameters added later are stepped, and their compute weights refreshed, like the first ones."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).bfloat16()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model[0].parameters(), lr=0.5))
+    optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.25})
+    with pytest.raises(ValueError, match="which belongs to no unit"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(optimizer.param_groups) == 2
+    x = torch.ones(1, 3, dtype=torch.bfloat16)
+    before = model(x)
+    before.sum().backward()
+    optimizer.step()
+    weights = [layer.weight.full_tensor().bfloat16() for layer in model]
+    biases = [layer.bias.full_tensor().bfloat16() for layer in model]
+    expected = nn.functional.linear(nn.functional.linear(x, weights[0], biases[0]), weights[1], biases[1])
+    assert torch.equal(model(x), expected) and not torch.equal(expected, before)
+
+
+def test_group_added_after_adapting() -> None:
+    run_ranks(2, _added_group)
+
+
 def _step_hooks() -> None:
     """Step hooks of the user see sharded parameters, not the lent locals."""
     model = _sharded_linear()

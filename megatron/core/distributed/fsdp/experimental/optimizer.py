@@ -126,6 +126,16 @@ class _FsdpOptimizer:
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add sharded parameters, as torch does; refuse any other and leave the optimizer as it was."""
+        optimizer: Any = self
+        super().add_param_group(param_group)  # type: ignore[misc]
+        try:
+            optimizer._fsdp_step.set_groups(_validated_groups(optimizer))
+        except ValueError:
+            optimizer.param_groups.pop()
+            raise
+
 
 def _make_step(cls: Any) -> Any:
     inherited = cls.step
@@ -150,10 +160,14 @@ class _LocalStep:
     def __init__(self, optimizer: Any, groups: Sequence[FsdpParameterGroup], precision_aware: bool) -> None:
         self._groups = groups
         self._precision_aware = precision_aware
-        self._locals: dict[int, torch.Tensor] = {}
+        self._locals: dict[torch.Tensor, Any] = {}
         self._local_state: Any = defaultdict(dict)
         for parameter, state in list(optimizer.state.items()):
             optimizer.state[parameter] = {key: _local(value) for key, value in state.items()}
+
+    def set_groups(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Take the groups behind the optimizer's parameters after these have changed."""
+        self._groups = groups
 
     @contextmanager
     def lend_locals(self, optimizer: Any) -> Iterator[None]:
@@ -182,10 +196,9 @@ class _LocalStep:
             self._take_back(sharded, lent, state)
 
     def _lend(self, parameter: Any, state: Any) -> Any:
-        local: Any = self._locals.get(id(parameter))
+        local = self._locals.get(parameter)
         if local is None:
-            local = parameter._local_tensor.detach()
-            self._locals[id(parameter)] = local
+            local = self._locals[parameter] = parameter._local_tensor.detach()
         grad = parameter.grad
         if grad is not None:
             grad = grad._local_tensor
