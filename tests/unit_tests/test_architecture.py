@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": set(),
     "indexed_order": set(),
     "countdown": set(),
+    "boundary": set(),
     "device": set(),
     "policy": {"placement"},
     "collectives": {"device"},
@@ -28,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dbuffer": {"placement", "layout", "collectives", "allocator", "device"},
     "parameter_group": {"dbuffer", "dtensor", "policy", "placement", "layout", "allocator", "device"},
     "schedule": {"device", "parameter_group", "indexed_order", "policy"},
-    "module": {"schedule", "parameter_group", "countdown", "policy", "device"},
+    "module": {"schedule", "parameter_group", "boundary", "countdown", "policy", "device"},
     "fully_shard": {"policy", "schedule", "module", "parameter_group", "device", "allocator"},
     "optimizer": {"parameter_group", "collectives", "dtensor"},
 }

@@ -437,6 +437,120 @@ def test_pb114_deletion_frees_at_once(how: str) -> None:
     run_ranks(2, _deletion, how)
 
 
+class _LowRank(nn.Module):
+    """A frozen weight beside a trainable low-rank pair: the pair has its gradients before the frozen weight is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.a, self.b = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class _DetachedUse(nn.Module):
+    """The weight is read once more, without gradient, by an operation whose backward comes after the weight's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.detach()).sin() + nn.functional.linear(x, self.weight)
+
+
+class _TwoInputs(nn.Module):
+    """Two inputs and two outputs whose gradients come one after another, by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, *, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"a": self.first(x), "b": self.second(y)}
+
+
+def _late_reads(name: str) -> None:
+    torch.manual_seed(0)
+    if name == "two_inputs":
+        reference: nn.Module = nn.ModuleList([nn.Linear(6, 6), _TwoInputs(), nn.Linear(6, 6)])
+
+        def run(module: Any, batch: torch.Tensor) -> torch.Tensor:
+            x = module[0](batch)
+            out = module[1](x=x, y=x.sin())
+            return module[2](out["a"]) + (out["b"] * out["a"].sum()).cos()
+
+    else:
+        kind = {"low_rank": _LowRank, "detached_use": _DetachedUse}[name]
+        reference = nn.ModuleList([kind() for _ in range(3)])
+
+        def run(module: Any, batch: torch.Tensor) -> torch.Tensor:
+            for layer in module:
+                batch = layer(batch)
+            return batch
+
+    model: Any = copy.deepcopy(reference)
+    for layer in model:
+        fully_shard(layer)
+    _compare_gradients(model, reference, lambda module, batch: run(module, batch).square().sum().backward())
+
+
+@pytest.mark.parametrize("name", ["low_rank", "detached_use", "two_inputs"])
+def test_weights_stay_until_the_unit_has_read_them(name: str) -> None:
+    """PB-098: a unit keeps its weights until its inputs have their gradients, not only its parameters."""
+    run_ranks(2, _late_reads, name)
+
+
+def _leaf_inputs() -> None:
+    """A leaf that is an input in every step does not collect hooks, whether backward runs or not."""
+    model = fully_shard(nn.Linear(3, 3))
+    prompt = torch.randn(2, 3, requires_grad=True)
+    for step in range(4):
+        out = model(prompt).sum()
+        if step % 2:
+            out.backward()
+            assert_at_rest(model)
+        del out
+    assert not prompt._backward_hooks
+    assert prompt.grad is not None
+
+
+def test_leaf_inputs_do_not_collect_hooks() -> None:
+    run_ranks(2, _leaf_inputs)
+
+
+def _inner_units_keep_the_outer_gathered() -> None:
+    """A frozen outer unit whose own operation lies between trainable inner ones is read until backward ends."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 6)
+            self.scale = nn.Linear(6, 6).requires_grad_(False)
+            self.head = nn.Linear(6, 2)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.scale(self.embedding(tokens)))
+
+    torch.manual_seed(0)
+    reference = Outer()
+    model = copy.deepcopy(reference)
+    fully_shard(model.embedding)
+    fully_shard(model.head)
+    fully_shard(model)
+    for module in (model, reference):
+        module(torch.tensor([[0, 3, 4]])).square().sum().backward()
+    assert_at_rest(model)
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(_full_gradients(model)[name], parameter.grad)
+
+
+def test_outer_unit_with_frozen_weights_between_inner_ones() -> None:
+    run_ranks(2, _inner_units_keep_the_outer_gathered)
+
+
 def _hash_order() -> list[Any]:
     """PB-072: collectives are issued in one order whatever ids and hashes are."""
     keep = [object() for _ in range(1000 * dist.get_rank())]

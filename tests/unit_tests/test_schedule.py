@@ -88,8 +88,8 @@ def test_prefetching_schedule() -> None:
         words
         == (
             "AGr AG0 Fr AG1 F0 free0 AG2 F1 free1 F2 free2 "
-            "AG2 AG1 B2 Br free2 pack2 RS2 AG0 B1 free1 pack1 RS1 B0 free0 freegrad2 pack0 RS0 freer "
-            "freegrad1 packr RSr freegrad0 freegradr"
+            "AG2 AG1 B2 Br pack2 RS2 free2 AG0 B1 pack1 RS1 free1 B0 freegrad2 pack0 RS0 free0 "
+            "freegrad1 packr RSr freer freegrad0 freegradr"
         ).split()
     )
 
@@ -101,8 +101,8 @@ def test_schedule_without_prefetch() -> None:
         words
         == (
             "AGr Fr AG0 F0 free0 AG1 F1 free1 AG2 F2 free2 freer "
-            "AG2 B2 AGr Br free2 pack2 RS2 AG1 B1 free1 pack1 RS1 AG0 B0 free0 freegrad2 pack0 RS0 freer "
-            "freegrad1 packr RSr freegrad0 freegradr"
+            "AG2 B2 AGr Br pack2 RS2 free2 AG1 B1 pack1 RS1 free1 AG0 B0 freegrad2 pack0 RS0 free0 "
+            "freegrad1 packr RSr freer freegrad0 freegradr"
         ).split()
     )
 

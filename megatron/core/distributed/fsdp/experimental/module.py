@@ -8,15 +8,14 @@ It owns a unit's phase and countdown. Each hook says that a point has been reach
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from enum import Enum, auto
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from .boundary import ForwardCall
 from .countdown import Countdown
 from .device import Event
 from .parameter_group import FsdpParameterGroup
@@ -71,10 +70,23 @@ class FsdpModule:
         self._fsdp_root_ref: weakref.ref[Unit] | None = None
         self._fsdp_phase = UnitPhase.RESTING
         self.unshard_event: Event | None = None
+        self._fsdp_has_inner_units = False
+        self._fsdp_is_reduced = False
+        self._fsdp_open_call: ForwardCall | None = None
+        self._fsdp_active_calls: list[ForwardCall] = []
+        self._fsdp_callbacks: list[Callable[[FsdpModule], None]] = []
         trainable = [group for group in parameter_groups if group.requires_grad]
         self._fsdp_countdown = Countdown(sum(len(g.unsharded_parameters) for g in trainable))
+        gradient_ready = _GradientReady(weakref.ref(self))
+        for group in trainable:
+            for parameter in group.unsharded_parameters:
+                hooked: Any = parameter
+                hooked.register_post_accumulate_grad_hook(gradient_ready)
         if register_hooks:
-            self._register_hooks()
+            module = _as_module(self)
+            module.register_forward_pre_hook(_pre_forward_hook, prepend=True, with_kwargs=True)
+            module.register_forward_hook(_post_forward_hook, always_call=True)
+            self.register_post_backward_hook(_post_backward)
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -117,8 +129,9 @@ class FsdpModule:
         return self._fsdp_phase is UnitPhase.RESTING
 
     def is_in_backward(self) -> bool:
-        """Return whether a backward of the unit is under way."""
-        return self._fsdp_phase is UnitPhase.BACKWARD
+        """Return whether a backward of the unit is under way, or has left gradients behind."""
+        has_gradients = self._fsdp_countdown.remaining < self._fsdp_countdown.total
+        return self._fsdp_phase is UnitPhase.BACKWARD or has_gradients
 
     def _fsdp_join(self, context: FsdpContext) -> None:
         """Move to a context that is still being built; called by that context."""
@@ -128,6 +141,8 @@ class FsdpModule:
         """Take the name and root found when the context was finalised; called by the context."""
         self._fsdp_name = name
         self._fsdp_root_ref = weakref.ref(root)
+        units = [module for module in _as_module(self).modules() if isinstance(module, FsdpModule)]
+        self._fsdp_has_inner_units = len(units) > 1
 
     def _fsdp_root(self) -> Unit | None:
         """Return the outermost unit around this one; None before finalisation."""
@@ -227,47 +242,66 @@ class FsdpModule:
         self._report_compute("backward")
 
     def post_backward(self) -> None:
-        """Free the full parameters and start reducing the gradients, once all of them have accumulated."""
+        """Reduce the gradients and return to sharded parameters; called when the unit's backward is complete."""
         self._fsdp_context.register_post_backward_hook()
         self._fsdp_finish_backward()
-
-    def _fsdp_finish_backward(self) -> None:
-        """As `post_backward`, for a backward in which some of the parameters got no gradient."""
-        self._report_compute("backward end")
-        if self._fsdp_phase is not UnitPhase.RESTING:
-            self._enter(UnitPhase.RESTING)
-        self._fsdp_countdown.reset()
-        self.reshard()
-        self._fsdp_context.reduce(self)
-
-    def _report_compute(self, operation: str) -> None:
-        for group in self._fsdp_groups:
-            group.report_compute(operation)
-
-    # --- hooks ----------------------------------------------------------------------------------------------------
-
-    def _register_hooks(self) -> None:
-        module = _as_module(self)
-        module.register_forward_pre_hook(_pre_forward_hook, prepend=True)
-        module.register_forward_hook(_post_forward_hook, always_call=True)
-        self.register_post_backward_hook(_post_backward)
 
     def register_post_backward_hook(self, callback: Callable[[FsdpModule], None]) -> None:
         """Call `callback` when the unit's backward is complete.
 
-        That is when all trainable parameters have accumulated their gradients; for a unit that owns none, when the
-        gradients of its inputs are known.
+        That is when all its trainable parameters have accumulated their gradients and the gradients of its inputs are
+        known ([Note: when a unit's backward ends] in boundary.py). A unit with other units inside, or with
+        parameters that got no gradient, is closed by the context at the end of the whole backward instead.
         """
-        if self._fsdp_countdown.total == 0:
-            if self._fsdp_groups:
-                hook = partial(_full_backward_hook, callback)
-                _as_module(self).register_full_backward_hook(hook)
+        self._fsdp_callbacks.append(callback)
+
+    def _fsdp_begin_backward(self, call: ForwardCall) -> None:
+        if call not in self._fsdp_active_calls:
+            call.arm()
+            self._fsdp_active_calls.append(call)
+        self.pre_backward()
+
+    def _fsdp_inputs_done(self) -> None:
+        self._fsdp_close_if_complete()
+
+    def _fsdp_gradients_done(self) -> None:
+        """Start the reduction at once; weights may still be needed."""
+        self._fsdp_context.register_post_backward_hook()
+        self._fsdp_reduce()
+        self._fsdp_close_if_complete()
+
+    def _fsdp_close_if_complete(self) -> None:
+        if self._fsdp_phase is not UnitPhase.BACKWARD or self._fsdp_has_inner_units:
             return
-        gradient_ready = _GradientReady(weakref.ref(self), callback)
+        # Without trainable parameters, only inputs tell; a call without inputs that need a gradient is not complete.
+        is_frozen = self._fsdp_countdown.total == 0
+        calls = self._fsdp_active_calls
+        if self._fsdp_countdown.remaining > 0 or any(call.is_waiting for call in calls):
+            return
+        if is_frozen and not all(call.num_inputs for call in calls):
+            return
+        for callback in self._fsdp_callbacks:
+            callback(self)
+
+    def _fsdp_reduce(self) -> None:
+        if not self._fsdp_is_reduced:
+            self._fsdp_is_reduced = True
+            self._fsdp_context.reduce(self)
+
+    def _fsdp_finish_backward(self) -> None:
+        """Close a backward, whether all parameters got a gradient or not; called by the context at its end."""
+        self._report_compute("backward end")
+        self._fsdp_reduce()
+        self._fsdp_is_reduced = False
+        self._fsdp_active_calls.clear()
+        self._fsdp_countdown.reset()
+        if self._fsdp_phase is not UnitPhase.RESTING:
+            self._enter(UnitPhase.RESTING)
+        self.reshard()
+
+    def _report_compute(self, operation: str) -> None:
         for group in self._fsdp_groups:
-            if group.requires_grad:
-                for parameter in group.unsharded_parameters:
-                    parameter.register_post_accumulate_grad_hook(gradient_ready)  # type: ignore[no-untyped-call]
+            group.report_compute(operation)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         raise RuntimeError(
@@ -285,62 +319,25 @@ def _post_backward(unit: FsdpModule) -> None:
     unit.post_backward()
 
 
-def _pre_forward_hook(module: Any, args: Any) -> None:
+def _pre_forward_hook(module: Any, args: Any, kwargs: Any) -> None:
     module.pre_forward()
+    if torch.is_grad_enabled() and module.phase is UnitPhase.FORWARD:
+        module._fsdp_open_call = ForwardCall(module, (args, kwargs))
 
 
 def _post_forward_hook(module: Any, args: Any, output: Any) -> None:
-    needs_backward = False
-    if torch.is_grad_enabled():
-        hook = _PreBackward(weakref.ref(module))
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                needs_backward = True
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    call, module._fsdp_open_call = module._fsdp_open_call, None
+    needs_backward = call is not None and torch.is_grad_enabled() and call.watch_outputs(output)
     module.post_forward(needs_backward)
-
-
-def _full_backward_hook(callback: Callable[[FsdpModule], None], module: Any, grad_input: Any, grad_output: Any) -> None:
-    # Without an input that needs gradients torch calls this at the start of the module's backward, not at its end.
-    if any(isinstance(grad, torch.Tensor) for grad in grad_input):
-        callback(module)
-
-
-class _PreBackward:
-    """Gradient hook of an output: the unit's backward begins."""
-
-    def __init__(self, unit: weakref.ref[FsdpModule]) -> None:
-        self._unit = unit
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        unit = self._unit()
-        if unit is not None:
-            unit.pre_backward()
 
 
 class _GradientReady:
     """Post-accumulate hook shared by a unit's trainable parameters."""
 
-    def __init__(self, unit: weakref.ref[FsdpModule], callback: Callable[[FsdpModule], None]) -> None:
+    def __init__(self, unit: weakref.ref[FsdpModule]) -> None:
         self._unit = unit
-        self._callback = callback
 
     def __call__(self, parameter: torch.Tensor) -> None:
         unit = self._unit()
         if unit is not None and unit._fsdp_countdown.tick():
-            self._callback(unit)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for item in fields(value):
-            yield from tensors_in(getattr(value, item.name))
+            unit._fsdp_gradients_done()

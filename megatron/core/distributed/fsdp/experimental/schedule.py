@@ -64,7 +64,7 @@ class Unit(Protocol):
         ...
 
     def is_in_backward(self) -> bool:
-        """Return whether a backward of the unit is under way."""
+        """Return whether a backward of the unit is under way, or has left gradients behind."""
         ...
 
     def _fsdp_finish_backward(self) -> None:
