@@ -28,8 +28,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dtensor": {"layout", "collectives"},
     "dbuffer": {"placement", "layout", "collectives", "allocator", "device"},
     "parameter_group": {"dbuffer", "dtensor", "policy", "placement", "layout", "allocator", "device"},
-    "schedule": {"device", "parameter_group", "indexed_order", "policy"},
-    "module": {"schedule", "parameter_group", "boundary", "countdown", "policy", "device"},
+    "unit": {"device", "parameter_group", "indexed_order", "policy"},
+    "schedule": {"device", "parameter_group", "indexed_order", "unit"},
+    "module": {"schedule", "unit", "parameter_group", "boundary", "countdown", "policy", "device"},
     "fully_shard": {"policy", "schedule", "module", "parameter_group", "device", "allocator"},
     "optimizer": {"parameter_group", "collectives", "dtensor"},
 }

@@ -82,6 +82,11 @@ def _recompute_all(reentrant: bool) -> Callable[[nn.ModuleList, torch.Tensor], t
     return lambda layers, x: checkpoint(_chain, layers, x, use_reentrant=reentrant)
 
 
+def _twice_in_recomputed_parts(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    x = checkpoint(_chain, layers, x, use_reentrant=True)
+    return checkpoint(_chain, layers, x, use_reentrant=True)
+
+
 FORWARDS: dict[str, Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]] = {
     "chain": _chain,
     "recompute_units": _recompute(False),
@@ -91,6 +96,7 @@ FORWARDS: dict[str, Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]] = {
     "called_twice": lambda layers, x: layers[2](layers[0](layers[1](layers[0](x)))),
     "parallel_calls": lambda layers, x: layers[1](layers[0](x) + layers[0](2 * x)) + layers[2](x),
     "reverse_order": lambda layers, x: layers[0](layers[1](layers[2](x))),
+    "twice_reentrant": _twice_in_recomputed_parts,
     "skipped_unit": lambda layers, x: layers[2](layers[0](x)),
 }
 
@@ -289,6 +295,29 @@ def _forward_raises() -> None:
 
 def test_exception_in_forward() -> None:
     run_ranks(2, _forward_raises)
+
+
+def _backward_raises() -> None:
+    """An exception half-way through backward reaches the user; the next step's gradients are right."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(*[Block(6) for _ in range(3)])
+    model = copy.deepcopy(reference)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ZeroDivisionError("half-way")
+
+    hidden = model[1](model[0](torch.ones(2, 6)))
+    hidden.register_hook(fail)
+    with pytest.raises(ZeroDivisionError, match="half-way"):
+        model[2](hidden).sum().backward()
+    _compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward())
+
+
+def test_exception_in_backward() -> None:
+    run_ranks(2, _backward_raises)
 
 
 def _stale_root() -> None:

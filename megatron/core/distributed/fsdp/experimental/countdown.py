@@ -18,6 +18,11 @@ class Countdown:
         self.total = total
         self.remaining = total
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether events have been counted since the last `reset`."""
+        return self.remaining < self.total
+
     def tick(self) -> bool:
         """Count one event; return True exactly when it is the last one expected.
 

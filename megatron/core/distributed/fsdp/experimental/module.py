@@ -20,7 +20,8 @@ from .countdown import Countdown
 from .device import Event
 from .parameter_group import FsdpParameterGroup
 from .policy import SchedulePolicy
-from .schedule import FsdpContext, Unit, is_in_backward
+from .schedule import FsdpContext, is_in_backward
+from .unit import Unit
 
 
 class UnitPhase(Enum):
@@ -71,7 +72,7 @@ class FsdpModule:
         self._fsdp_phase = UnitPhase.RESTING
         self.unshard_event: Event | None = None
         self._fsdp_has_inner_units = False
-        self._fsdp_is_reduced = False
+        self._fsdp_has_reduced = False
         self._fsdp_open_call: ForwardCall | None = None
         self._fsdp_active_calls: list[ForwardCall] = []
         self._fsdp_callbacks: list[Callable[[FsdpModule], None]] = []
@@ -130,8 +131,7 @@ class FsdpModule:
 
     def is_in_backward(self) -> bool:
         """Return whether a backward of the unit is under way, or has left gradients behind."""
-        has_gradients = self._fsdp_countdown.remaining < self._fsdp_countdown.total
-        return self._fsdp_phase is UnitPhase.BACKWARD or has_gradients
+        return self._fsdp_phase is UnitPhase.BACKWARD or self._fsdp_has_reduced or self._fsdp_countdown.has_begun
 
     def _fsdp_join(self, context: FsdpContext) -> None:
         """Move to a context that is still being built; called by that context."""
@@ -173,6 +173,7 @@ class FsdpModule:
         which weights were last written: ``context.allgather_stream.wait_stream(context.current_stream())``.
         """
         context = self._fsdp_context
+        context.ensure_finalized()
         context.unshard(self)
         if prefetch == "forward":
             context.prefetch_forward(self)
@@ -264,37 +265,48 @@ class FsdpModule:
     def _fsdp_inputs_done(self) -> None:
         self._fsdp_close_if_complete()
 
-    def _fsdp_gradients_done(self) -> None:
-        """Start the reduction at once; weights may still be needed."""
-        self._fsdp_context.register_post_backward_hook()
-        self._fsdp_reduce()
-        self._fsdp_close_if_complete()
+    def _fsdp_gradient_done(self) -> None:
+        """Count a parameter's gradient; at the last one start the reduction, though weights may still be needed."""
+        if self._fsdp_countdown.tick():
+            self._fsdp_context.register_post_backward_hook()
+            self._fsdp_reduce()
+            self._fsdp_close_if_complete()
+
+    def _fsdp_reduce(self) -> None:
+        self._fsdp_has_reduced = True
+        self._fsdp_countdown.reset()
+        self._fsdp_context.reduce(self)
 
     def _fsdp_close_if_complete(self) -> None:
         if self._fsdp_phase is not UnitPhase.BACKWARD or self._fsdp_has_inner_units:
             return
+        calls = self._fsdp_active_calls
+        if any(call.is_waiting for call in calls):
+            return
         # Without trainable parameters, only inputs tell; a call without inputs that need a gradient is not complete.
         is_frozen = self._fsdp_countdown.total == 0
-        calls = self._fsdp_active_calls
-        if self._fsdp_countdown.remaining > 0 or any(call.is_waiting for call in calls):
-            return
-        if is_frozen and not all(call.num_inputs for call in calls):
-            return
-        for callback in self._fsdp_callbacks:
-            callback(self)
-
-    def _fsdp_reduce(self) -> None:
-        if not self._fsdp_is_reduced:
-            self._fsdp_is_reduced = True
-            self._fsdp_context.reduce(self)
+        is_complete = all(call.num_inputs for call in calls) if is_frozen else self._fsdp_has_reduced
+        if is_complete and not self._fsdp_countdown.has_begun:
+            for callback in self._fsdp_callbacks:
+                callback(self)
 
     def _fsdp_finish_backward(self) -> None:
         """Close a backward, whether all parameters got a gradient or not; called by the context at its end."""
         self._report_compute("backward end")
-        self._fsdp_reduce()
-        self._fsdp_is_reduced = False
-        self._fsdp_active_calls.clear()
+        if self._fsdp_countdown.has_begun or not self._fsdp_has_reduced:
+            self._fsdp_reduce()
+        self._fsdp_rest()
+
+    def _fsdp_abandon_backward(self) -> None:
+        """Drop what a backward that an exception cut short has left; called by the context."""
+        for group in self._fsdp_groups:
+            group.drop_gradients()
         self._fsdp_countdown.reset()
+        self._fsdp_rest()
+
+    def _fsdp_rest(self) -> None:
+        self._fsdp_has_reduced = False
+        self._fsdp_active_calls.clear()
         if self._fsdp_phase is not UnitPhase.RESTING:
             self._enter(UnitPhase.RESTING)
         self.reshard()
@@ -339,5 +351,5 @@ class _GradientReady:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         unit = self._unit()
-        if unit is not None and unit._fsdp_countdown.tick():
-            unit._fsdp_gradients_done()
+        if unit is not None:
+            unit._fsdp_gradient_done()

@@ -265,6 +265,11 @@ class FsdpParameterGroup:
             with torch.no_grad():
                 torch._foreach_copy_(targets, gradients)
 
+    def drop_gradients(self) -> None:
+        """Forget full gradients that will not be reduced."""
+        for parameter in self.unsharded_parameters:
+            parameter.grad = None
+
     def reduce_gradients(self, is_last_microbatch: bool) -> None:
         """Reduce `full_grad` over ranks and add it to what has accumulated since gradients were last cleared.
 

@@ -17,71 +17,20 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd import Variable
 
 from .device import Event, Stream, current_stream, new_stream, profile_range
 from .indexed_order import IndexedOrder
 from .parameter_group import FsdpParameterGroup
-from .policy import SchedulePolicy
+from .unit import Unit, order_units
 
 _engine: Any = Variable._execution_engine
 
 MAX_REDUCTIONS_IN_FLIGHT = 1
 """Units whose packed gradients are kept while the next unit packs its own: two full-size buffers in all."""
-
-
-class Unit(Protocol):
-    """What the schedule needs of an `FsdpModule`."""
-
-    unshard_event: Event | None
-
-    @property
-    def name(self) -> str:
-        """The unit's name."""
-        ...
-
-    @property
-    def parameter_groups(self) -> tuple[FsdpParameterGroup, ...]:
-        """The unit's groups."""
-        ...
-
-    @property
-    def num_parameter_elements(self) -> int:
-        """Elements of the unit's full parameters."""
-        ...
-
-    @property
-    def schedule_policy(self) -> SchedulePolicy:
-        """The unit's prefetch budgets."""
-        ...
-
-    def is_resting(self) -> bool:
-        """Return whether no forward or backward of the unit is under way."""
-        ...
-
-    def is_in_backward(self) -> bool:
-        """Return whether a backward of the unit is under way, or has left gradients behind."""
-        ...
-
-    def _fsdp_finish_backward(self) -> None:
-        """Close a backward in which some parameters got no gradient."""
-        ...
-
-    def _fsdp_join(self, context: FsdpContext) -> None:
-        """Move to a context that is still being built."""
-        ...
-
-    def _fsdp_bind(self, name: str, root: Unit) -> None:
-        """Take the name and root found when the context was finalised."""
-        ...
-
-    def _fsdp_root(self) -> Unit | None:
-        """Return the outermost unit around this one."""
-        ...
 
 
 class FsdpContext:
@@ -163,22 +112,7 @@ class FsdpContext:
         if self._is_finalized:
             return
         self._is_finalized = True
-        roots = self._find_roots()
-        for root in roots:
-            for name, module in _as_module(root).named_modules():
-                if module in self._registered:
-                    unit = _as_unit(module)
-                    unit._fsdp_bind(name or type(module).__name__, root)
-                    self.forward_order.append(unit)
-        for root in reversed(roots):
-            _collect_backward_order(_as_module(root), self._registered, self.backward_order)
-
-    def _find_roots(self) -> list[Unit]:
-        inner: set[int] = set()
-        for unit in self._registered:
-            module = _as_module(unit)
-            inner.update(id(child) for child in module.modules() if child is not module)
-        return [unit for unit in self._registered if id(unit) not in inner]
+        self.forward_order, self.backward_order = order_units(self._registered)
 
     def ensure_finalized(self) -> None:
         """Finalise an implicit context; raise for an explicit one whose construction has not ended.
@@ -205,8 +139,10 @@ class FsdpContext:
     def enter_forward(self) -> None:
         """Count a unit into forward; the outermost one lets gathers see weights that compute has written."""
         self.num_units_in_forward += 1
-        if self.num_units_in_forward > 1:
+        if self.num_units_in_forward > 1 or is_in_backward():
             return
+        if self._post_backward_hook_registered:
+            self._abandon_backward()
         # An optimizer or a load may still be writing main weights, and an earlier forward may still read gathered ones.
         self.allgather_stream.wait_stream(self.current_stream())
 
@@ -301,6 +237,21 @@ class FsdpContext:
             self._post_backward_hook_registered = True
             _engine.queue_callback(_weak_post_backward(self))
 
+    def _abandon_backward(self) -> None:
+        """Bring all units to rest after a backward that an exception cut short, so that training can go on."""
+        self._post_backward_hook_registered = False
+        for unit in self.backward_order:
+            if unit.is_in_backward():
+                unit._fsdp_abandon_backward()
+        self._finish_reductions()
+
+    def _finish_reductions(self) -> None:
+        compute = self.current_stream()
+        # The optimizer reads main gradients, and packed gradients go back to compute's memory.
+        compute.wait_stream(self.reduce_scatter_stream)
+        while self._reductions:
+            self._reductions.popleft().release(None)
+
     def post_backward(self) -> None:
         """Close what the backward left open and let compute see the reduced gradients; called at its end.
 
@@ -312,11 +263,7 @@ class FsdpContext:
             if unit.is_in_backward():
                 unit._fsdp_finish_backward()
         self.reshard_idle_units()
-        compute = self.current_stream()
-        # The optimizer reads main gradients, and packed gradients go back to compute's memory.
-        compute.wait_stream(self.reduce_scatter_stream)
-        while self._reductions:
-            self._reductions.popleft().release(None)
+        self._finish_reductions()
         active = [unit.name for unit in self.forward_order if unit.is_in_backward()]
         if active:
             raise RuntimeError(
@@ -375,21 +322,3 @@ class _PostBackward:
         context = self._context()
         if context is not None:
             context.post_backward()
-
-
-def _as_module(unit: Unit) -> nn.Module:
-    assert isinstance(unit, nn.Module)
-    return unit
-
-
-def _as_unit(module: Any) -> Unit:
-    unit: Unit = module
-    return unit
-
-
-def _collect_backward_order(module: nn.Module, registered: IndexedOrder[Unit], order: IndexedOrder[Unit]) -> None:
-    """Append a unit before its children and the children last to first: the order in which backward reaches them."""
-    if module in registered and module not in order:
-        order.append(_as_unit(module))
-    for child in reversed(list(module.children())):
-        _collect_backward_order(child, registered, order)
