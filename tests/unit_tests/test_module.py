@@ -643,6 +643,19 @@ def test_pb023_accumulates_in_the_main_gradient_dtype() -> None:
     run_ranks(2, _wide_reference)
 
 
+def _profiled() -> set[str]:
+    model = shard_layers(build("mlp"))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(torch.ones(1, 7)).sum().backward()
+    return {event.name for event in profile.events() if event.name.startswith("fsdp.")}
+
+
+def test_profiler_ranges_name_the_units() -> None:
+    for names in run_ranks(1, _profiled):
+        units = ["FsdpMlp", "layers.0", "layers.1", "layers.2"]
+        assert names == {f"fsdp.{what} {unit}" for what in ("unshard", "reduce") for unit in units}
+
+
 def test_mlp_has_what_the_tests_rely_on() -> None:
     model = Mlp()
     assert model.scale.numel() == 7 and len(model.layers) == 3
