@@ -399,6 +399,28 @@ def test_optimizers_can_be_chained() -> None:
     run_ranks(2, _chained)
 
 
+def _frozen() -> None:
+    start()
+    tower = build_tower()
+    tower.net.layers[1].requires_grad_(False)
+    tower.net.layers[2].bias.requires_grad_(False)
+    chunk = wrap(tower, check_for_nan_in_grad=True)
+    optimizer = build_optimizer(chunk, clip_grad=0.1)
+    before = full_weights(chunk)
+    trained = {name for name, p in chunk.module.named_parameters() if p.requires_grad}
+    assert len(trained) == 4
+    tower_loss(chunk.module, 0, 0, my_rank()).backward()
+    chunk.finish_grad_sync()
+    optimizer.step()
+    assert full_state(optimizer, chunk).keys() == trained
+    assert {name for name, value in full_weights(chunk).items() if not torch.equal(value, before[name])} == trained
+    assert optimizer.sharded_state_dict(None, is_loading=True)["state"].keys() == {f"module.{n}" for n in trained}
+
+
+def test_frozen_parameters_stay_and_have_no_state() -> None:
+    run_ranks(2, _frozen)
+
+
 # --- dtypes and loss scaling ------------------------------------------------------------------------------------------
 
 
@@ -902,6 +924,26 @@ def _process_groups() -> None:
 
 def test_groups_and_overrides_are_used() -> None:
     run_ranks(2, _process_groups)
+
+
+def test_the_base_optimizer_is_the_one_megatron_core_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(2))]}]
+
+    def build(device: str, **changes: Any) -> Any:
+        return ours._base_optimizer(optimizer_config(**changes), groups, torch.device(device))
+
+    assert type(build("cpu")) is torch.optim.AdamW
+    assert type(build("cpu", decoupled_weight_decay=False)) is torch.optim.Adam
+    assert type(build("cpu", optimizer="sgd")) is torch.optim.SGD
+    assert build("cpu").defaults["fused"] is None
+    assert build("cuda").defaults["fused"] is True
+    assert build("cuda", optimizer="sgd").defaults["fused"] is True
+    monkeypatch.setattr(ours.mcore_optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    monkeypatch.setattr(ours.mcore_optimizer, "Adam", lambda params, **settings: settings)
+    monkeypatch.setattr(ours.mcore_optimizer, "SGD", lambda params, **settings: settings)
+    fused = build("cuda", adam_beta1=0.8, adam_beta2=0.7, adam_eps=0.1, decoupled_weight_decay=False)
+    assert fused == {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.7), "eps": 0.1, "adam_w_mode": False}
+    assert build("cuda", optimizer="sgd", sgd_momentum=0.3) == {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.3}
 
 
 REFUSED = (

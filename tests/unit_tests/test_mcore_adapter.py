@@ -81,9 +81,21 @@ def _forward_step(batches: Iterator[Any], model: Any) -> Any:
     def loss_func(losses: torch.Tensor) -> Any:
         total = (losses * mask).sum()
         count = mask.sum().to(torch.int)
-        return total, count, {"loss": total.detach()}
+        return total, count, {"loss": total.detach().clone()}  # the schedule scales in place
 
     return gpt_losses(model, text, labels), loss_func
+
+
+def _run_schedule(chunk: Any, step: int, microbatches: int, *, forward_only: bool = False) -> Any:
+    return get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter([tokens(step, index, my_rank()) for index in range(microbatches)]),
+        model=[chunk],
+        num_microbatches=microbatches,
+        seq_length=mcore.SEQUENCE,
+        micro_batch_size=mcore.SAMPLES,
+        forward_only=forward_only,
+    )
 
 
 def _train_gpt_sharded(model: Any, microbatches: int, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -99,15 +111,7 @@ def _train_gpt_sharded(model: Any, microbatches: int, **options: Any) -> tuple[A
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
         with CollectiveLog() as log:
-            get_forward_backward_func()(
-                forward_step_func=_forward_step,
-                data_iterator=iter([tokens(step, index, my_rank()) for index in range(microbatches)]),
-                model=[chunk],
-                num_microbatches=microbatches,
-                seq_length=mcore.SEQUENCE,
-                micro_batch_size=mcore.SAMPLES,
-                forward_only=False,
-            )
+            _run_schedule(chunk, step, microbatches)
         assert_at_rest(chunk.module)
         assert_same_on_all_ranks(log.entries)
         gradients = full_gradients(chunk)
@@ -189,6 +193,43 @@ def test_recompute_and_prefetch_change_no_bit() -> None:
     run_ranks(2, _recompute_is_bitwise)
 
 
+def _recompute_inside_a_unit() -> None:
+    start()
+    with cpu_shim():
+        full, gradients = _train_gpt_sharded(build_gpt(), 2)
+        again, recomputed = _train_gpt_sharded(
+            build_gpt(recompute_granularity="selective", recompute_modules=["mlp"]), 2
+        )
+        assert_equal(recomputed, gradients)
+        assert_equal(full_weights(again), full_weights(full))
+
+
+@pytest.mark.xfail(reason="the runtime does not attach full weights for a forward that is recomputed inside its unit")
+def test_pb093_selective_recompute_changes_no_bit() -> None:
+    run_ranks(2, _recompute_inside_a_unit)
+
+
+def _evaluation() -> None:
+    start()
+    with cpu_shim():
+        reference, chunk = build_gpt(), wrap(build_gpt(), overlap_param_gather=True)
+        get_model_config(chunk).no_sync_func = chunk.no_sync
+        chunk.eval()
+        with torch.no_grad():
+            losses = _run_schedule(chunk, 0, 2, forward_only=True)
+            expected = [
+                (gpt_losses(reference, text, labels) * mask).sum()
+                for text, labels, mask in (tokens(0, index, my_rank()) for index in range(2))
+            ]
+        torch.testing.assert_close(torch.stack([item["loss"] for item in losses]), torch.stack(expected))
+        assert_at_rest(chunk.module)
+        assert all(parameter.grad is None for parameter in chunk.parameters())
+
+
+def test_evaluation_under_the_schedule_leaves_the_chunk_at_rest() -> None:
+    run_ranks(2, _evaluation)
+
+
 # --- units ------------------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +273,7 @@ def _chosen_units() -> None:
         assert list(units) == ["FsdpTower", "net.layers.0", "net.layers.1", "net.layers.2"]
         assert units["FsdpTower"] == {"net.scale"}
     nested = _names_by_unit(wrap(build_tower(), fsdp_unit_modules=["torch.nn.Linear", "tests.unit_tests.models.Mlp"]))
-    assert nested["net"] == {"net.scale"} or nested["net"] == {"scale"}
+    assert nested["net"] == {"scale"}
     assert nested["FsdpTower"] == set()
     itself = _names_by_unit(wrap(build_tower(), fsdp_unit_modules=[Tower]))
     assert list(itself) == ["FsdpTower"]
