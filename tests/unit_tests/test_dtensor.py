@@ -123,6 +123,17 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "square_transpose": lambda t: t.mT,
     "deepcopy": lambda t: copy.deepcopy(t),
     "equal": lambda t: torch.equal(t, t),
+    "largest": lambda t: t.amax(),
+    "any": lambda t: (t > 0).any(),
+    "nonzero": lambda t: torch.count_nonzero(t),
+    "maximum_norm": lambda t: torch.linalg.vector_norm(t, float("inf")),
+    "keyword_operand": lambda t: torch.add(t, other=torch.ones(t.shape)),
+    "hook": lambda t: t.register_hook(lambda grad: None),
+    "freeze": lambda t: t.requires_grad_(False),
+    "freeze_by_assignment": lambda t: setattr(t, "requires_grad", False),
+    "checkpoint": lambda t: t.detach().__create_write_items__("w", t),
+    "sum_with_gradient": lambda t: torch.enable_grad()(lambda: t.sum())(),
+    "checkpoint_load": lambda t: t.detach().__create_chunk_list__(),
 }
 
 
@@ -168,6 +179,19 @@ def test_messages_name_parameter_and_cure() -> None:
     run_ranks(2, _message)
 
 
+def _unfreeze() -> None:
+    model = fully_shard(nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(
+        RuntimeError, match=r"requires_grad of .*weight: expected False, as when it was sharded, got True"
+    ):
+        model.requires_grad_(True)
+    model.requires_grad_(False)
+
+
+def test_unfreezing_after_wrap_is_refused() -> None:
+    run_ranks(1, _unfreeze)
+
+
 def _reductions() -> None:
     parameters, originals = _sharded()
     for name, parameter in parameters.items():
@@ -193,6 +217,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "fill_": lambda p: p.fill_(0.25),
     "data": lambda p: p.data.fill_(0.25),
     "detach": lambda p: p.detach().fill_(0.25),
+    "to_local": lambda p: p.to_local().fill_(0.25),
+    "out": lambda p: torch.add(torch.zeros_like(p), 0.25, out=p),
     "augmented": lambda p: p.__imul__(0.0).__iadd__(0.25),
     "foreach": lambda p: (torch._foreach_mul_([p], 0.0), torch._foreach_add_([p], 0.25)),
     "init": lambda p: nn.init.constant_(p, 0.25),

@@ -76,6 +76,50 @@ def _taken_name() -> None:
     fully_shard(model)
 
 
+def _private_name() -> None:
+    class Taken(nn.Linear):
+        def _fsdp_enter(self) -> None:
+            pass
+
+    fully_shard(Taken(2, 2))
+
+
+def _gradient_before() -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    fully_shard(model)
+
+
+def _hook_before() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.register_hook(lambda grad: grad)
+    fully_shard(model)
+
+
+def _held_reference() -> None:
+    """A list that holds the original would compute with, and train, a dead copy."""
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 2))
+            self.weights = [self.weight]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weights[0]
+
+    fully_shard(Holds())(torch.ones(1, 2))
+
+
+def _plain_optimizer_built_before() -> None:
+    """PB-028, without the adapter: a plain optimizer over replaced originals raises at its first step."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
 def _unknown_axis() -> None:
     fully_shard(nn.Linear(2, 2), placements=Placements.from_strategy("optim_grads_params", dp_axes=("tp",)))
 
@@ -126,6 +170,15 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     "scalar": (ValueError, _scalar, "got the scalar temperature"),
     "distributed_already": (ValueError, _distributed_already, "got the DTensor weight"),
     "narrow_main_weights": (ValueError, _narrow_main_weights, "at least as wide as torch.float32 of weight"),
+    "private_name": (ValueError, _private_name, "got ['_fsdp_enter']. Rename them"),
+    "gradient_before": (ValueError, _gradient_before, "expected parameters without gradients, got one on weight"),
+    "hook_before": (ValueError, _hook_before, "expected parameters without hooks, got some on bias"),
+    "held_reference": (RuntimeError, _held_reference, "matmul of the original weight"),
+    "plain_optimizer": (
+        RuntimeError,
+        _plain_optimizer_built_before,
+        "the one that unit Linear#0 has replaced by shards",
+    ),
     "taken_name": (ValueError, _taken_name, "got ['phase']. Rename them"),
 }
 

@@ -18,7 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.fsdp.experimental import FsdpModule, fully_shard, fully_shard_optimizer
+from megatron.core.distributed.fsdp.experimental import (
+    FsdpModule,
+    fully_shard,
+    fully_shard_context,
+    fully_shard_optimizer,
+    microbatch,
+)
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
 from tests.unit_tests.models import Block, Mlp, build, loss_of, make_batch, shard_layers
 from tests.unit_tests.oracle import assert_at_rest
@@ -305,14 +311,17 @@ def _backward_raises() -> None:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
+    fails = True
 
     def fail(grad: torch.Tensor) -> None:
-        raise ZeroDivisionError("half-way")
+        if fails:
+            raise ZeroDivisionError("half-way")
 
-    hidden = model[1](model[0](torch.ones(2, 6)))
-    hidden.register_hook(fail)
+    for module in (model, reference):
+        module[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
     with pytest.raises(ZeroDivisionError, match="half-way"):
-        model[2](hidden).sum().backward()
+        model(torch.ones(2, 6)).sum().backward()
+    fails = False
     _compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward())
 
 
@@ -578,6 +587,242 @@ def _inner_units_keep_the_outer_gathered() -> None:
 
 def test_outer_unit_with_frozen_weights_between_inner_ones() -> None:
     run_ranks(2, _inner_units_keep_the_outer_gathered)
+
+
+class _WithAside(nn.Module):
+    """A root that leaves a loss term aside, made of some of its parameters only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.aside = self.a(x).square().mean()
+        return self.b(x)
+
+
+def _backward_of_what_was_left_aside() -> None:
+    """A backward that no output announces still reduces and closes; nothing leaks into the next step."""
+    torch.manual_seed(0)
+    reference = _WithAside()
+    model = fully_shard(copy.deepcopy(reference))
+
+    def aside_only(module: Any, batch: torch.Tensor) -> None:
+        module(batch)
+        module.aside.backward()
+        module.aside = None
+
+    _compare_gradients(model, reference, aside_only, steps=1)
+    _compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward(), steps=2)
+
+
+def test_gradients_that_no_output_announces() -> None:
+    run_ranks(2, _backward_of_what_was_left_aside)
+
+
+class _RecomputesInside(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.reentrant = Block(6), Block(6), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(checkpoint(self.a, x, use_reentrant=self.reentrant))
+
+
+def _recompute_inside(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(*[_RecomputesInside(reentrant) for _ in range(3)])
+    model = copy.deepcopy(reference)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    _compare_gradients(model, reference, lambda module, batch: module(batch.requires_grad_()).square().sum().backward())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_inside_a_unit(reentrant: bool) -> None:
+    run_ranks(2, _recompute_inside, reentrant)
+
+
+class _Switch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, use_b: bool) -> torch.Tensor:
+        x = self.a(x).tanh()
+        return self.b(x) if use_b else x
+
+
+def _recompute_with_other_parameters() -> None:
+    """A unit recomputed several times in one backward, each time with other parameters."""
+    torch.manual_seed(0)
+    reference = _Switch()
+    model = fully_shard(copy.deepcopy(reference))
+
+    def step(module: Any, batch: torch.Tensor) -> None:
+        x = batch.requires_grad_()
+        for use_b in (True, False, False, True, False):
+            x = checkpoint(module, x, use_b, use_reentrant=True)
+        x.square().sum().backward()
+
+    _compare_gradients(model, reference, step)
+
+
+def test_reentrant_calls_with_other_parameters() -> None:
+    run_ranks(2, _recompute_with_other_parameters)
+
+
+def _unused_in_the_last_microbatch() -> None:
+    """PB-013: what counts is the last backward, not the last one of each unit."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+    with fully_shard_context("cpu") as context:
+        for layer in model:
+            fully_shard(layer)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with microbatch(context, is_last=False):
+        model[1](model[0](torch.ones(1, 6))).sum().backward()
+    with pytest.raises(RuntimeError, match="expected gradients of all microbatches"):
+        optimizer.step()
+    model[0](torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+
+
+def test_unit_unused_in_the_last_microbatch() -> None:
+    run_ranks(2, _unused_in_the_last_microbatch)
+
+
+class _Hides:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+def _hidden_output() -> None:
+    model = fully_shard(_Structured(_Hides))
+    with torch.no_grad():
+        model(torch.ones(1, 6))
+    model(torch.ones(1, 6))
+
+
+def test_pb089_unknown_containers_are_refused() -> None:
+    for message in run_ranks_expecting(1, TypeError, _hidden_output):
+        assert "output of unit Fsdp_Structured" in message and "got _Hides" in message
+
+
+def _penalty(how: str) -> None:
+    """A loss term of the sharded parameters themselves would lose its gradient: it raises."""
+    model = fully_shard(nn.Linear(7, 5))
+    if how == "assigned":
+        model.weight.grad = torch.ones(5, 7)
+        model(torch.ones(1, 7)).sum().backward()
+    elif how == "sum":
+        sum(p.square().sum() for p in model.parameters())
+    else:
+        (model.weight * 2).full_tensor()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("assigned", ValueError, "weight: expected a DTensor cut like its parameter, got Tensor of shape (5, 7)"),
+        ("sum", RuntimeError, "expected detach() or no_grad()"),
+        ("full_tensor", RuntimeError, "expected detach() or no_grad()"),
+    ],
+)
+def test_gradients_through_sharded_parameters_are_refused(how: str, error: type[Exception], message: str) -> None:
+    for text in run_ranks_expecting(2, error, _penalty, how):
+        assert message in text
+
+
+def _changed_after_wrap(how: str) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    if how == "replace":
+        model[0].weight = nn.Parameter(torch.zeros(3, 3))
+    elif how == "tie":
+        model[1].weight = model[0].weight
+    elif how == "add":
+        model[0].register_parameter("extra", nn.Parameter(torch.zeros(3)))
+    model(torch.ones(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("replace", "parameter 0.weight of unit Sequential#0.0: expected the one that fully_shard put there"),
+        ("tie", "parameter 1.weight of unit Sequential#0.0: expected the one that fully_shard put there"),
+        ("add", "expected 2 in one of its modules, as when it was sharded, got ['bias', 'extra', 'weight']"),
+    ],
+)
+def test_parameters_changed_after_wrap_are_refused(how: str, message: str) -> None:
+    for text in run_ranks_expecting(1, RuntimeError, _changed_after_wrap, how):
+        assert message in text
+
+
+def _callbacks() -> None:
+    """Each unit tells once in every backward, a root and an unused parameter's unit included."""
+    model = shard_layers(build("tied"))
+    told: list[str] = []
+    for unit in (model, *model.layers):
+        unit.register_post_backward_hook(lambda unit: told.append(unit.name))
+    inputs, targets = make_batch(model, 4, seed=0)
+    for _ in range(2):
+        loss_of(model, inputs, targets).backward()
+    assert told == ["layers.2", "layers.1", "layers.0", "FsdpTiedLm"] * 2
+
+
+def test_post_backward_hook_fires_once_for_every_unit() -> None:
+    run_ranks(1, _callbacks)
+
+
+def _nested_memory() -> int:
+    """Units around units are released as backward passes them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))) for _ in range(6)])
+    for outer in model:
+        fully_shard(outer[1])
+        fully_shard(outer)
+    fully_shard(model)
+    live: list[int] = []
+
+    def count(grad: torch.Tensor) -> None:
+        live.append(sum(outer.unshard_event is not None for outer in model))
+
+    hidden = torch.randn(2, 4)
+    for outer in model:
+        hidden = outer(hidden)
+        hidden.register_hook(count)
+    hidden.sum().backward()
+    assert_at_rest(model)
+    return max(live)
+
+
+def test_outer_units_are_released_in_backward() -> None:
+    assert max(run_ranks(2, _nested_memory)) <= 3
+
+
+def _one_block_evaluated() -> None:
+    model = shard_layers(build("mlp"))
+    with torch.no_grad():
+        model.layers[0](torch.ones(1, 7))
+    assert_at_rest(model)
+
+
+def test_evaluating_one_block_leaves_nothing_gathered() -> None:
+    run_ranks(2, _one_block_evaluated)
+
+
+def _two_roots_share_a_unit() -> None:
+    shared = nn.Linear(3, 3)
+    with fully_shard_context("cpu"):
+        fully_shard(shared)
+        roots = [fully_shard(nn.Sequential(shared)) for _ in range(2)]
+    assert roots
+
+
+def test_unit_in_two_roots_is_refused() -> None:
+    for message in run_ranks_expecting(1, ValueError, _two_roots_share_a_unit):
+        assert "expected each unit inside one root" in message
 
 
 def _hash_order() -> list[Any]:

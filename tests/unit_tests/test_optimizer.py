@@ -140,6 +140,33 @@ def test_state_dict_round_trip() -> None:
     run_ranks(2, _state_round_trip)
 
 
+def _full_state() -> None:
+    model = shard_layers(build("mlp"))
+    plain = build("mlp")
+    theirs = torch.optim.AdamW(plain.parameters())
+    for parameter in plain.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    theirs.step()
+    fully_shard_optimizer(torch.optim.AdamW(model.parameters())).load_state_dict(theirs.state_dict())
+
+
+def test_state_of_whole_tensors_is_refused() -> None:
+    for message in run_ranks_expecting(2, ValueError, _full_state):
+        assert "expected a DTensor as state_dict() gives it, got a plain tensor of shape (7,)" in message
+
+
+def _plain_gradient() -> None:
+    model = _sharded_linear_kept()
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.weight.grad = torch.ones(2, 3)
+    optimizer.step()
+
+
+def test_gradient_of_a_whole_tensor_is_refused() -> None:
+    for message in run_ranks_expecting(2, ValueError, _plain_gradient):
+        assert "expected a DTensor cut like its parameter, got Tensor of shape (2, 3)" in message
+
+
 def _mixed_dtypes(precision: str) -> None:
     """PB-103: gradients of another dtype than the main weights are cast for the step and keep their dtype after it."""
     torch.manual_seed(0)
@@ -272,7 +299,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     "built_before": (
         ValueError,
         _built_before,
-        "the original that unit Linear#0 has replaced. Build the optimizer after",
+        "the original weight that unit Linear#0 has replaced. Build the optimizer after",
     ),
     "foreign": (ValueError, _foreign, "got parameter 2 of param_groups[0], shape (3,), which belongs to no unit"),
     "dead_model": (ValueError, _dead_model, "whose model is gone"),

@@ -15,6 +15,7 @@ from megatron.core.distributed.fsdp.experimental import (
     FsdpContext,
     MixedPrecisionPolicy,
     SchedulePolicy,
+    fully_shard,
     fully_shard_context,
     fully_shard_optimizer,
     microbatch,
@@ -151,6 +152,48 @@ def test_every_wait_is_needed() -> None:
     for site in sites:
         ((races, _),) = run_ranks(1, _races, RECIPES["bf16"], site)
         assert races, f"no race without the wait at {site}"
+
+
+class _TwoEnds(nn.Module):
+    """Its second output's gradient comes after all others: the unit reduces twice in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), x
+
+
+def _twice_in_one_backward() -> list[str]:
+    trace = Trace()
+    with observe(trace):
+        with fully_shard_context("cpu"):
+            model = fully_shard(_TwoEnds())
+        seed = torch.ones(1, 4, requires_grad=True)
+        first, second = model(seed.sin())
+        (first.sum() + second.sum()).backward()
+    return trace.races
+
+
+def _step_between_backwards() -> list[str]:
+    """Weights written between two backwards are gathered after the write."""
+    trace = Trace()
+    with observe(trace):
+        with fully_shard_context("cpu"):
+            model = shard_layers(build("mlp").bfloat16())
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        inputs, targets = make_batch(model, 4, seed=0)
+        losses = [loss_of(model, inputs.bfloat16(), targets) for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+            optimizer.step()
+    return trace.races
+
+
+@pytest.mark.parametrize("function", [_twice_in_one_backward, _step_between_backwards])
+def test_no_races_in_unusual_orders(function: Any) -> None:
+    assert run_ranks(1, function) == [[]]
 
 
 def _open_block_forward() -> None:

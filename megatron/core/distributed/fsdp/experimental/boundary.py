@@ -7,8 +7,8 @@ It knows autograd and nothing of sharding: a unit is whatever has the two callba
 [Note: when a unit's backward ends]
 That all parameters have their gradients does not mean that their values are no longer needed: in ``w(x) + b(a(x))``
 with a frozen w, the gradients of a and b are there before w is read for the gradient of x. A unit has done with its
-weights when, besides, the gradients of the inputs that need one are known, since every operation of its backward leads
-to a parameter or to an input. That is not so for a unit with other units inside, whose operations may lead to theirs.
+weights when, besides, the gradients of the inputs that need one are known and the units inside have done with theirs,
+since every operation of its backward leads to a parameter, to an input, or to a unit inside.
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ class ForwardCall:
 
     Attributes:
         num_inputs: tensors among the inputs that need a gradient.
+        inner_calls: forwards of units inside, made during this one, whose backward is expected.
+        is_closed: whether the unit has done with this call's backward.
     """
 
     def __init__(self, unit: Boundary, inputs: Any) -> None:
         self._unit = weakref.ref(unit)
         self.num_inputs = 0
+        self.inner_calls: list[weakref.ref[ForwardCall]] = []
+        self.is_closed = False
         self._num_pending = 0
         self._handles: list[Any] = []
         for tensor in tensors_in(inputs):
@@ -89,6 +93,7 @@ class ForwardCall:
 
     def arm(self) -> None:
         """Start counting the inputs' gradients of one backward."""
+        self.is_closed = False
         self._num_pending = self.num_inputs
 
     def input_ready(self) -> None:
@@ -102,8 +107,9 @@ class ForwardCall:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether an input still needs its gradient in this backward."""
-        return self._num_pending > 0
+        """Whether an input still needs its gradient in this backward, or a unit inside has not done with its own."""
+        inner = (reference() for reference in self.inner_calls)
+        return self._num_pending > 0 or any(call is not None and not call.is_closed for call in inner)
 
 
 class _InputHook:
@@ -131,6 +137,17 @@ class _OutputHook:
             if consumer is not None:
                 consumer.input_ready()
         self._call.output_ready()
+
+
+def has_unknown_container(value: Any) -> bool:
+    """Return whether a value holds an object in which tensors may hide: no tensor, no plain value, no container."""
+    if value is None or isinstance(value, (torch.Tensor, str, bytes, int, float, complex)):
+        return False
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return any(has_unknown_container(item) for item in value)
+    if isinstance(value, Mapping):
+        return any(has_unknown_container(item) for item in value.values())
+    return not is_dataclass(value)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from . import collectives
 from .layout import GroupLayout
+from .operations import ELEMENTWISE, base_name, gives_no_tensor, is_reduction, writes_first_operand
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,12 @@ class ShardGeometry:
         """What decides which elements each rank owns of a tensor of a given size."""
         return self.layout.slots[self.index].offset, self.layout.shard_numel, self.layout.num_shards
 
+    def notify_write(self) -> None:
+        """Tell the group that the tensor is about to be written."""
+        callback = None if self.on_write is None else self.on_write()
+        if callback is not None:
+            callback()
+
     @property
     def shape(self) -> torch.Size:
         """Logical shape."""
@@ -84,6 +91,14 @@ class FsdpDTensor(DTensor):
         """Which elements each rank owns."""
         return self._geometry
 
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Return this rank's elements: [rows, *shape[1:]] or 1-D, shared with the flat buffer.
+
+        A write through it reaches the next forward if it happens before that; ask anew for each later write.
+        """
+        self._geometry.notify_write()
+        return super().to_local(grad_placements=grad_placements)
+
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Gather the full tensor; every rank of the mesh must call it.
 
@@ -98,6 +113,9 @@ class FsdpDTensor(DTensor):
                 f"full_tensor of {self._geometry.fqn}: expected grad_placements=None, got {grad_placements}. "
                 "Gradients reach sharded parameters through their unit's backward only."
             )
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.grad_fn is not None and torch.is_grad_enabled():
+                raise _no_gradient("full_tensor", self)
         return self._geometry.gather(self._local_tensor)
 
     def redistribute(
@@ -122,6 +140,21 @@ class FsdpDTensor(DTensor):
             f"redistribute of {self._geometry.fqn}: expected its own placements or Replicate() on its own mesh, got "
             f"{placements}. Use full_tensor() and distribute the result."
         )
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        """Refuse torch.distributed.checkpoint, which would write these rows under other rows' offsets.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"torch.distributed.checkpoint of the sharded tensor {fqn}: expected a full tensor; sharded checkpoints "
+            "are not supported yet. Save full_tensor(), or torch.save a state_dict() on every rank."
+        )
+
+    def __create_chunk_list__(self) -> Any:
+        """Refuse torch.distributed.checkpoint, as `__create_write_items__`."""
+        return self.__create_write_items__(self._geometry.fqn, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FsdpDTensor:
         """Copy a derived tensor; refuse to copy a parameter, whose buffers belong to its unit.
@@ -155,11 +188,15 @@ class FsdpDTensor(DTensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if name == "__set__":
+            _check_assignment(func, args)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        operation = _base_name(name)
-        if (name.endswith("_") and not name.startswith("__")) or name in _DUNDER_WRITES:
-            _notify_writes(args, kwargs)
+        operation = base_name(name)
+        if operation == "requires_grad":
+            _refuse_freezing(args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+        if writes_first_operand(name):
+            _notify_writes(args[:1] or tuple(kwargs.values())[:1])
+        _notify_writes(kwargs.get("out"))
         with torch._C.DisableTorchFunctionSubclass():
             if name != "__get__":
                 _check_operation(operation, args, kwargs)
@@ -209,42 +246,6 @@ def _mark(dtensor: Any, geometry: ShardGeometry) -> FsdpDTensor:
     return marked
 
 
-_ELEMENTWISE = frozenset(
-    (
-        "abs acos add addcdiv addcmul asin atan bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor ceil "
-        "clamp clamp_max clamp_min clip clone constant contiguous copy cos cosh cpu cuda deepcopy detach div "
-        "divide double empty_like eq erf exp expm1 fill float floor floor_divide full_like fused_adagrad "
-        "fused_adam fused_adamw fused_sgd ge get gt half isfinite isinf isnan ldexp le lerp log log10 log1p log2 "
-        "logical_and logical_not logical_or logical_xor lt maximum minimum mul multiply nan_to_num ne neg "
-        "ones_like positive pow real reciprocal relu remainder requires_grad round rsqrt rsub sgn sigmoid sign "
-        "sin sinh sqrt square sub subtract tan tanh to true_divide truediv trunc type type_as where zero "
-        "zeros_like"
-    ).split()
-)
-_REDUCTIONS = frozenset("all amax amin any count_nonzero norm sum vector_norm".split())
-_NO_TENSOR_RESULT = frozenset(
-    (
-        "can_cast data_ptr delete dense_dim dim dir element_size format get_device hash has_names len ndimension "
-        "nelement numel promote_types reduce_ex register_hook register_post_accumulate_grad_hook repr result_type "
-        "retain_grad set setstate size storage_offset stride str untyped_storage"
-    ).split()
-)
-_DUNDER_WRITES = frozenset(
-    "__iadd__ __iand__ __idiv__ __ifloordiv__ __imod__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __ixor__".split()
-)
-
-
-def _base_name(name: str) -> str:
-    """Return the operation behind a torch function's name: ``_foreach_mul_`` and ``__rmul__`` are both ``mul``."""
-    base = name
-    if base.startswith("__") and base.endswith("__"):
-        base = base[2:-2]
-        if base[:1] in ("i", "r") and base[1:] in _ELEMENTWISE:
-            base = base[1:]
-    base = base.removeprefix("_foreach_").removeprefix("linalg_")
-    return base.strip("_")
-
-
 def _tensors(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -259,23 +260,49 @@ def _sharded_inputs(args: Any, kwargs: dict[str, Any]) -> Iterator[FsdpDTensor]:
             yield tensor
 
 
-def _notify_writes(args: Any, kwargs: dict[str, Any]) -> None:
-    for tensor in _sharded_inputs(args[:1], kwargs):
-        reference = tensor._geometry.on_write
-        callback = None if reference is None else reference()
-        if callback is not None:
-            callback()
+def _notify_writes(written: Any) -> None:
+    for tensor in _tensors(written):
+        if isinstance(tensor, FsdpDTensor):
+            tensor._geometry.notify_write()
+
+
+def _check_assignment(func: Any, args: tuple[Any, ...]) -> None:
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    if attribute == "requires_grad":
+        _refuse_freezing(args[0], args[1])
+
+
+def _refuse_freezing(tensor: Any, requires_grad: Any) -> None:
+    """Refuse to freeze or unfreeze a parameter whose group has been built for the opposite."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if hasattr(tensor, "_fsdp_group") and tensor.requires_grad != bool(requires_grad):
+            raise RuntimeError(
+                f"requires_grad of the sharded parameter {tensor._geometry.fqn}: expected {tensor.requires_grad}, as "
+                f"when it was sharded, got {requires_grad}. Freeze and unfreeze before fully_shard."
+            )
 
 
 def _check_operation(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse, on every rank alike, an operation that looks beyond the local part or mixes different cuts."""
-    source = next(_sharded_inputs(args, kwargs))
-    if operation in _ELEMENTWISE:
+    if operation in ELEMENTWISE:
         lists = [arg for arg in args if isinstance(arg, (tuple, list))]
-        for operands in zip(*lists, strict=False) if lists else [args]:
+        for operands in zip(*lists, strict=False) if lists else [(*args, *kwargs.values())]:
             _check_cuts(operation, operands)
-    elif operation not in _REDUCTIONS | _NO_TENSOR_RESULT and not operation.startswith("is_"):
-        raise _refusal(operation, source)
+    elif is_reduction(operation, args, kwargs):
+        if torch.is_grad_enabled():
+            for source in _sharded_inputs(args, kwargs):
+                if source.requires_grad:
+                    raise _no_gradient(operation, source)
+    elif not gives_no_tensor(operation):
+        raise _refusal(operation, next(_sharded_inputs(args, kwargs)))
+
+
+def _no_gradient(operation: str, source: FsdpDTensor) -> RuntimeError:
+    return RuntimeError(
+        f"{operation} of the sharded parameter {source._geometry.fqn}: expected detach() or no_grad(), got an "
+        "operation whose gradient torch would spread over other rows. Compute a parameter's loss terms in its unit's "
+        "forward."
+    )
 
 
 def _refusal(operation: str, source: FsdpDTensor) -> RuntimeError:
@@ -313,9 +340,9 @@ def _adopt(result: Any, inputs: Sequence[FsdpDTensor], operation: str) -> None:
         if isinstance(output, FsdpDTensor):
             continue
         source = inputs[position] if len(outputs) > 1 and position < len(inputs) else inputs[0]
-        if operation in _ELEMENTWISE and _cut_alike(output, source):
+        if operation in ELEMENTWISE and _cut_alike(output, source):
             _mark(output, source._geometry)
-        elif operation not in _REDUCTIONS or output.ndim > 0 or _is_cut(output):
+        elif operation in ELEMENTWISE or output.ndim > 0 or _is_cut(output):
             raise _refusal(operation, source)
 
 

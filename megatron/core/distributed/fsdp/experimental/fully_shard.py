@@ -23,6 +23,7 @@ from .device import current_device, resolve_device
 from .module import FsdpModule
 from .parameter_group import FsdpParameterGroup, GradientReduction, GroupOptions, OwnedParameter
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
+from .replaced import retire
 from .schedule import FsdpContext
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -142,13 +143,16 @@ def _attach(
         FsdpParameterGroup(members, options, f"{label}.{index}")
         for index, members in enumerate(_group_parameters(owned))
     )
-    for parameter in owned:
-        parameter.parameter._fsdp_unit = label  # type: ignore[attr-defined]
+    for item in owned:
+        retire(item.parameter, item.fqn, label)
     _move_buffers(module, context.device)
     module.__class__ = _sharded_class(type(module))
     unit: Any = module
-    unit._fsdp_setup(context, groups, schedule_policy, register_hooks=register_hooks)
-    for owner in _own_modules(module):
+    owners = list(dict.fromkeys(_own_modules(module)))
+    unit._fsdp_setup(
+        context, groups, schedule_policy, [owner._parameters for owner in owners], register_hooks=register_hooks
+    )
+    for owner in owners:
         owner.register_load_state_dict_pre_hook(_refuse_assign)  # type: ignore[no-untyped-call]
     for other in absorbed:
         context.absorb(other)
@@ -271,6 +275,16 @@ def _check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: Mi
                 f"fully_shard of {kind}: expected parameters with values, got {item.fqn} on the meta device. "
                 "Materialise and initialise the module first (to_empty, reset_parameters)."
             )
+        if parameter.grad is not None:
+            raise ValueError(
+                f"fully_shard of {kind}: expected parameters without gradients, got one on {item.fqn}. Call "
+                "zero_grad() first."
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"fully_shard of {kind}: expected parameters without hooks, got some on {item.fqn}, which would never "
+                "run. Remove them; FsdpModule.register_post_backward_hook tells when gradients are reduced."
+            )
         if parameter.ndim == 0:
             raise ValueError(
                 f"fully_shard of {kind}: expected parameters with at least one dim, got the scalar {item.fqn}. "
@@ -291,8 +305,8 @@ def _check_main_dtype(kind: str, item: OwnedParameter, policy: MixedPrecisionPol
 
 
 def _check_attributes(module: nn.Module) -> None:
-    public = {name for name in vars(FsdpModule) if not name.startswith("_")} | {"unshard_event"}
-    taken = sorted(name for name in public if hasattr(module, name))
+    names = {name for name in vars(FsdpModule) if not name.startswith("__") and name != "_apply"} | {"unshard_event"}
+    taken = sorted(name for name in names if hasattr(module, name))
     if taken:
         raise ValueError(
             f"fully_shard of {type(module).__name__}: expected no attributes named like FsdpModule's, got "

@@ -8,19 +8,19 @@ It owns a unit's phase and countdown. Each hook says that a point has been reach
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from .boundary import ForwardCall
+from .boundary import ForwardCall, has_unknown_container
 from .countdown import Countdown
 from .device import Event
 from .parameter_group import FsdpParameterGroup
 from .policy import SchedulePolicy
-from .schedule import FsdpContext, is_in_backward
+from .schedule import FsdpContext, current_backward, is_in_backward
 from .unit import Unit
 
 
@@ -52,6 +52,7 @@ class FsdpModule:
         context: FsdpContext,
         parameter_groups: tuple[FsdpParameterGroup, ...],
         schedule_policy: SchedulePolicy,
+        parameter_dicts: Sequence[dict[str, Any]],
         *,
         register_hooks: bool = True,
     ) -> None:
@@ -61,6 +62,7 @@ class FsdpModule:
             context: the context that schedules the unit.
             parameter_groups: the unit's own parameters, at rest.
             schedule_policy: how far ahead the unit gathers.
+            parameter_dicts: ``_parameters`` of the modules that the unit owns.
             register_hooks: False lets an external scheduler call pre_forward, post_forward, pre_backward and
                 post_backward itself.
         """
@@ -71,8 +73,11 @@ class FsdpModule:
         self._fsdp_root_ref: weakref.ref[Unit] | None = None
         self._fsdp_phase = UnitPhase.RESTING
         self.unshard_event: Event | None = None
-        self._fsdp_has_inner_units = False
+        self.backward_task = -1
+        self._fsdp_parameter_counts = [(held, len(held)) for held in parameter_dicts]
+        self._fsdp_parent_ref: weakref.ref[FsdpModule] | None = None
         self._fsdp_has_reduced = False
+        self._fsdp_has_told = False
         self._fsdp_open_call: ForwardCall | None = None
         self._fsdp_active_calls: list[ForwardCall] = []
         self._fsdp_callbacks: list[Callable[[FsdpModule], None]] = []
@@ -141,14 +146,16 @@ class FsdpModule:
         """Take the name and root found when the context was finalised; called by the context."""
         self._fsdp_name = name
         self._fsdp_root_ref = weakref.ref(root)
-        units = [module for module in _as_module(self).modules() if isinstance(module, FsdpModule)]
-        self._fsdp_has_inner_units = len(units) > 1
+        for module in _as_module(self).modules():
+            if isinstance(module, FsdpModule) and module is not self:
+                # Outer units are named before inner ones, so that the innermost parent is the last to write.
+                module._fsdp_parent_ref = weakref.ref(self)
 
     def _fsdp_root(self) -> Unit | None:
         """Return the outermost unit around this one; None before finalisation."""
         return None if self._fsdp_root_ref is None else self._fsdp_root_ref()
 
-    def _enter(self, phase: UnitPhase) -> None:
+    def _fsdp_enter(self, phase: UnitPhase) -> None:
         if (self._fsdp_phase, phase) not in _TRANSITIONS:
             raise RuntimeError(
                 f"phase of unit {self.name}: expected a move allowed from {self._fsdp_phase.name}, got {phase.name}. "
@@ -197,14 +204,16 @@ class FsdpModule:
         """Make full parameters available to forward, and start gathering the next unit's."""
         context = self._fsdp_context
         context.ensure_finalized()
+        self._fsdp_check_parameters()
         if is_in_backward():
             if self._fsdp_phase is not UnitPhase.BACKWARD:
-                self._enter(UnitPhase.FORWARD)
+                self._fsdp_enter(UnitPhase.FORWARD)
             self.unshard()
         else:
-            self._enter(UnitPhase.FORWARD)
+            context.recover()
+            self._fsdp_enter(UnitPhase.FORWARD)
             self.unshard(prefetch="forward")
-        self._report_compute("forward")
+        self._fsdp_report("forward")
 
     def post_forward(self, needs_backward: bool) -> None:
         """Return to sharded parameters after forward.
@@ -212,10 +221,10 @@ class FsdpModule:
         Args:
             needs_backward: whether an output carries gradients, so that a backward of this unit may follow.
         """
-        self._report_compute("forward end")
+        self._fsdp_report("forward end")
         if self._fsdp_phase is UnitPhase.BACKWARD:
             return
-        self._enter(UnitPhase.RESTING)
+        self._fsdp_enter(UnitPhase.RESTING)
         if is_in_backward():
             for group in self._fsdp_groups:
                 group.attach_sharded()
@@ -227,32 +236,33 @@ class FsdpModule:
                 group.attach_sharded()
         else:
             self.reshard()
-        if not needs_backward and self.is_root():
-            self._fsdp_context.reshard_idle_units(self)
+        if not needs_backward and self._fsdp_context.num_units_in_forward == 0:
+            self._fsdp_context.reshard_idle_units(self._fsdp_root())
 
     def pre_backward(self) -> None:
         """Make full parameters available to backward, and start gathering the next unit's."""
-        context = self._fsdp_context
-        context.register_post_backward_hook()
+        self._fsdp_context.register_post_backward_hook()
         if self._fsdp_phase is UnitPhase.BACKWARD:
             return
-        self._enter(UnitPhase.BACKWARD)
-        context.unshard(self)
-        context.prefetch_backward(self)
-        context.wait_for_unshard(self)
-        self._report_compute("backward")
+        self._fsdp_enter(UnitPhase.BACKWARD)
+        self.backward_task = current_backward()
+        # Modules hold the full parameters in backward, too, for whatever is recomputed inside the unit.
+        self.unshard(prefetch="backward")
+        self._fsdp_report("backward")
 
     def post_backward(self) -> None:
         """Reduce the gradients and return to sharded parameters; called when the unit's backward is complete."""
-        self._fsdp_context.register_post_backward_hook()
-        self._fsdp_finish_backward()
+        self._fsdp_report("backward end")
+        if self._fsdp_countdown.has_begun or not self._fsdp_has_reduced:
+            self._fsdp_reduce()
+        self._fsdp_rest()
 
     def register_post_backward_hook(self, callback: Callable[[FsdpModule], None]) -> None:
         """Call `callback` when the unit's backward is complete.
 
-        That is when all its trainable parameters have accumulated their gradients and the gradients of its inputs are
-        known ([Note: when a unit's backward ends] in boundary.py). A unit with other units inside, or with
-        parameters that got no gradient, is closed by the context at the end of the whole backward instead.
+        That is when all its trainable parameters have accumulated their gradients, those of its inputs are known and
+        the units inside it are done ([Note: when a unit's backward ends] in boundary.py); at the latest, when
+        parameters or inputs got no gradient, at the end of the whole backward.
         """
         self._fsdp_callbacks.append(callback)
 
@@ -267,8 +277,10 @@ class FsdpModule:
 
     def _fsdp_gradient_done(self) -> None:
         """Count a parameter's gradient; at the last one start the reduction, though weights may still be needed."""
+        self._fsdp_context.register_post_backward_hook()
+        if self._fsdp_phase is not UnitPhase.BACKWARD:
+            self.backward_task = current_backward()
         if self._fsdp_countdown.tick():
-            self._fsdp_context.register_post_backward_hook()
             self._fsdp_reduce()
             self._fsdp_close_if_complete()
 
@@ -278,24 +290,27 @@ class FsdpModule:
         self._fsdp_context.reduce(self)
 
     def _fsdp_close_if_complete(self) -> None:
-        if self._fsdp_phase is not UnitPhase.BACKWARD or self._fsdp_has_inner_units:
-            return
         calls = self._fsdp_active_calls
-        if any(call.is_waiting for call in calls):
+        if self._fsdp_phase is not UnitPhase.BACKWARD or any(call.is_waiting for call in calls):
             return
-        # Without trainable parameters, only inputs tell; a call without inputs that need a gradient is not complete.
+        # Without trainable parameters of its own, only inputs and inner units tell.
         is_frozen = self._fsdp_countdown.total == 0
-        is_complete = all(call.num_inputs for call in calls) if is_frozen else self._fsdp_has_reduced
-        if is_complete and not self._fsdp_countdown.has_begun:
-            for callback in self._fsdp_callbacks:
-                callback(self)
+        tells = all(call.num_inputs or call.inner_calls for call in calls)
+        if (tells if is_frozen else self._fsdp_has_reduced) and not self._fsdp_countdown.has_begun:
+            self._fsdp_run_callbacks()
 
-    def _fsdp_finish_backward(self) -> None:
-        """Close a backward, whether all parameters got a gradient or not; called by the context at its end."""
-        self._report_compute("backward end")
-        if self._fsdp_countdown.has_begun or not self._fsdp_has_reduced:
-            self._fsdp_reduce()
-        self._fsdp_rest()
+    def _fsdp_run_callbacks(self) -> None:
+        if self._fsdp_has_told:
+            return
+        self._fsdp_has_told = True
+        for callback in self._fsdp_callbacks:
+            callback(self)
+
+    def _fsdp_close_backward(self) -> None:
+        """Close a backward in which some parameters or inputs got no gradient; called by the context at its end."""
+        self._fsdp_run_callbacks()
+        if self.is_in_backward():
+            self.post_backward()
 
     def _fsdp_abandon_backward(self) -> None:
         """Drop what a backward that an exception cut short has left; called by the context."""
@@ -305,13 +320,26 @@ class FsdpModule:
         self._fsdp_rest()
 
     def _fsdp_rest(self) -> None:
-        self._fsdp_has_reduced = False
+        self._fsdp_has_reduced = self._fsdp_has_told = False
+        for call in self._fsdp_active_calls:
+            call.is_closed = True
         self._fsdp_active_calls.clear()
         if self._fsdp_phase is not UnitPhase.RESTING:
-            self._enter(UnitPhase.RESTING)
+            self._fsdp_enter(UnitPhase.RESTING)
         self.reshard()
+        parent = None if self._fsdp_parent_ref is None else self._fsdp_parent_ref()
+        if parent is not None:
+            parent._fsdp_close_if_complete()
 
-    def _report_compute(self, operation: str) -> None:
+    def _fsdp_check_parameters(self) -> None:
+        for held, count in self._fsdp_parameter_counts:
+            if len(held) != count:
+                raise RuntimeError(
+                    f"parameters of unit {self.name}: expected {count} in one of its modules, as when it was sharded, "
+                    f"got {sorted(held)}. Add and remove parameters before fully_shard."
+                )
+
+    def _fsdp_report(self, operation: str) -> None:
         for group in self._fsdp_groups:
             group.report_compute(operation)
 
@@ -340,7 +368,16 @@ def _pre_forward_hook(module: Any, args: Any, kwargs: Any) -> None:
 def _post_forward_hook(module: Any, args: Any, output: Any) -> None:
     call, module._fsdp_open_call = module._fsdp_open_call, None
     needs_backward = call is not None and torch.is_grad_enabled() and call.watch_outputs(output)
+    if needs_backward:
+        parent = None if module._fsdp_parent_ref is None else module._fsdp_parent_ref()
+        if parent is not None and parent._fsdp_open_call is not None:
+            parent._fsdp_open_call.inner_calls.append(weakref.ref(call))
     module.post_forward(needs_backward)
+    if call is not None and not needs_backward and has_unknown_container(output):
+        raise TypeError(
+            f"output of unit {module.name}: expected tensors, or tuples, lists, mappings and dataclasses of them, got "
+            f"{type(output).__name__}, in which tensors that need gradients cannot be found. Return one of these."
+        )
 
 
 class _GradientReady:

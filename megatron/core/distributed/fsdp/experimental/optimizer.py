@@ -98,12 +98,14 @@ def _validated_groups(optimizer: Optimizer) -> list[FsdpParameterGroup]:
     found: dict[int, FsdpParameterGroup] = {}
     for position, param_group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(param_group["params"]):
-            where = f"parameter {index} of param_groups[{position}], shape {tuple(parameter.shape)}"
+            where = f"parameter {index} of param_groups[{position}]"
             if hasattr(parameter, "_fsdp_unit"):
                 raise ValueError(
-                    f"fully_shard_optimizer: expected sharded parameters, got {where}: the original that unit "
-                    f"{parameter._fsdp_unit} has replaced. Build the optimizer after fully_shard."
+                    f"fully_shard_optimizer: expected sharded parameters, got {where}: the original "
+                    f"{parameter._fsdp_fqn} that unit {parameter._fsdp_unit} has replaced. Build the optimizer after "
+                    "fully_shard."
                 )
+            where = f"{where}, shape {tuple(parameter.shape)}"
             if not isinstance(parameter, FsdpDTensor):
                 raise ValueError(
                     f"fully_shard_optimizer: expected sharded parameters, got {where}, which belongs to no unit. "
@@ -201,7 +203,7 @@ class _LocalStep:
             local = self._locals[parameter] = parameter._local_tensor.detach()
         grad = parameter.grad
         if grad is not None:
-            grad = grad._local_tensor
+            grad = _cut_gradient(parameter, grad)
             if self._precision_aware:
                 local.decoupled_grad = grad
                 grad = None
@@ -227,6 +229,17 @@ class _LocalStep:
             group.mark_main_weight_written()
 
 
+def _cut_gradient(parameter: Any, grad: Any) -> torch.Tensor:
+    """Return this rank's part of a gradient that the user may have put there."""
+    if not isinstance(grad, DTensor):
+        raise ValueError(
+            f"gradient of {parameter.geometry.fqn}: expected a DTensor cut like its parameter, got "
+            f"{type(grad).__name__} of shape {tuple(grad.shape)}. Change gradients in place, or assign what an "
+            "operation on them returns."
+        )
+    return grad._local_tensor
+
+
 def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
@@ -249,7 +262,18 @@ def _wrap(value: Any, parameter: FsdpDTensor) -> Any:
 
 
 def _unwrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict of local tensors for torch's own load."""
+    """Return a state dict of local tensors for torch's own load.
+
+    Raises:
+        ValueError: a plain tensor of more than one element, whose cut is unknown.
+    """
+    for key, item in state_dict["state"].items():
+        for name, value in item.items() if isinstance(item, dict) else ():
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+                raise ValueError(
+                    f"optimizer state {name!r} of parameter {key}: expected a DTensor as state_dict() gives it, got a "
+                    f"plain tensor of shape {tuple(value.shape)}. Load what an adapted optimizer has saved."
+                )
     state = {
         key: {name: _local(value) for name, value in item.items()} if isinstance(item, dict) else item
         for key, item in state_dict["state"].items()

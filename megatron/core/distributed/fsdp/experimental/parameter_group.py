@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .allocator import StorageAllocator
@@ -87,7 +87,7 @@ class FsdpParameterGroup:
         main_grad: [local_numel], main-gradient dtype; reduced and accumulated. None if frozen.
         sharded_parameters: what the module holds at rest: DTensors over `main_weight`.
         unsharded_parameters: what the module holds while it computes: views of `full_weight`.
-        has_final_gradients: False after a microbatch that was not the last.
+        has_final_gradients: False after a microbatch that was not the last; set by the schedule.
     """
 
     def __init__(self, parameters: Sequence[OwnedParameter], options: GroupOptions, name: str) -> None:
@@ -98,7 +98,7 @@ class FsdpParameterGroup:
         self.fqns = [owned.fqn for owned in parameters]
         self._places = [owned.places for owned in parameters]
         self._options = options
-        self._is_stale = False
+        self._is_stale = True
         self.has_final_gradients = True
         compute_dtype = first.dtype
         main_dtype = _main_dtype(first, policy)
@@ -122,7 +122,6 @@ class FsdpParameterGroup:
             self.model_weight = DBuffer(
                 self.layout, mesh, weight_at, dtype=compute_dtype, device=device, name=f"{name}.model_weight"
             )
-            self._is_stale = True
         everywhere = (Replicate(),) * mesh.ndim
         self.full_weight = DBuffer(
             self.layout,
@@ -228,6 +227,15 @@ class FsdpParameterGroup:
 
     def attach_unsharded(self) -> None:
         """Let the module hold the gathered parameters, for compute."""
+        for index, places in enumerate(self._places):
+            for parameters_dict, name in places:
+                held = parameters_dict.get(name)
+                if held is not self.sharded_parameters[index] and held is not self.unsharded_parameters[index]:
+                    raise RuntimeError(
+                        f"parameter {self.fqns[index]} of unit {self.name}: expected the one that fully_shard put "
+                        f"there, got {type(held).__name__}. Write new values with copy_; tie or replace parameters "
+                        "before fully_shard."
+                    )
         self._attach(self.unsharded_parameters)
 
     def _attach(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -270,12 +278,8 @@ class FsdpParameterGroup:
         for parameter in self.unsharded_parameters:
             parameter.grad = None
 
-    def reduce_gradients(self, is_last_microbatch: bool) -> None:
-        """Reduce `full_grad` over ranks and add it to what has accumulated since gradients were last cleared.
-
-        Args:
-            is_last_microbatch: whether the gradients are final, so that an optimizer may use them.
-        """
+    def reduce_gradients(self) -> None:
+        """Reduce `full_grad` over ranks and add it to what has accumulated since gradients were last cleared."""
         assert self.full_grad is not None and self.main_grad is not None
         is_first = self._prepare_accumulation()
         divisor = self._options.grad_divisor
@@ -293,7 +297,6 @@ class FsdpParameterGroup:
             else:
                 self.main_grad.local.add_(target.local)
             target.release()
-        self.has_final_gradients = is_last_microbatch
         self._install_gradients()
 
     def release_full_grad(self) -> None:
@@ -315,8 +318,13 @@ class FsdpParameterGroup:
                 if grad is None:
                     own._local_tensor.zero_()
                 elif grad is not own:
-                    local = grad._local_tensor if isinstance(grad, FsdpDTensor) else grad
-                    own._local_tensor.copy_(local.view_as(own._local_tensor))
+                    if not isinstance(grad, DTensor):
+                        raise ValueError(
+                            f"gradient of {own.geometry.fqn}: expected a DTensor cut like its parameter, got "
+                            f"{type(grad).__name__} of shape {tuple(grad.shape)}. Change gradients in place, or assign "
+                            "what an operation on them returns."
+                        )
+                    own._local_tensor.copy_(grad._local_tensor.view_as(own._local_tensor))
         return False
 
     def _install_gradients(self) -> None:

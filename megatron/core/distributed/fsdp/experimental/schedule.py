@@ -70,7 +70,7 @@ class FsdpContext:
         self._registered: IndexedOrder[Unit] = IndexedOrder()
         self.is_implicit = False
         self._is_finalized = False
-        self._post_backward_hook_registered = False
+        self._backward_tasks: set[int] = set()
         self._reductions: deque[_Reduction] = deque()
 
     # --- construction ---------------------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ class FsdpContext:
         """
         if self._is_finalized:
             return
-        self._is_finalized = True
         self.forward_order, self.backward_order = order_units(self._registered)
+        self._is_finalized = True
 
     def ensure_finalized(self) -> None:
         """Finalise an implicit context; raise for an explicit one whose construction has not ended.
@@ -136,15 +136,14 @@ class FsdpContext:
         """Return the stream that the caller computes on."""
         return current_stream(self.device)
 
-    def enter_forward(self) -> None:
-        """Count a unit into forward; the outermost one lets gathers see weights that compute has written."""
-        self.num_units_in_forward += 1
-        if self.num_units_in_forward > 1 or is_in_backward():
-            return
-        if self._post_backward_hook_registered:
+    def recover(self) -> None:
+        """Bring all units to rest if an exception has cut a backward short; called before a forward."""
+        if self._backward_tasks:
             self._abandon_backward()
-        # An optimizer or a load may still be writing main weights, and an earlier forward may still read gathered ones.
-        self.allgather_stream.wait_stream(self.current_stream())
+
+    def enter_forward(self) -> None:
+        """Count a unit into forward."""
+        self.num_units_in_forward += 1
 
     def exit_forward(self) -> None:
         """Count a unit out of forward."""
@@ -154,8 +153,12 @@ class FsdpContext:
 
     def unshard(self, unit: Unit) -> None:
         """Start gathering a unit's weights, unless they are there or on the way and still current."""
-        if unit.unshard_event is not None and not any(g.is_stale for g in unit.parameter_groups):
+        is_stale = any(group.is_stale for group in unit.parameter_groups)
+        if unit.unshard_event is not None and not is_stale:
             return
+        if is_stale:
+            # Compute may still be writing main weights, or reading gathered ones that are about to be refreshed.
+            self.allgather_stream.wait_stream(self.current_stream())
         with profile_range(f"fsdp.unshard {unit.name}"), self.allgather_stream:
             for group in unit.parameter_groups:
                 group.unshard()
@@ -215,8 +218,8 @@ class FsdpContext:
         if not groups:
             return
         compute = self.current_stream()
-        while len(self._reductions) > MAX_REDUCTIONS_IN_FLIGHT:
-            self._reductions.popleft().release(compute)
+        while len(self._reductions) > MAX_REDUCTIONS_IN_FLIGHT or any(r.is_of(groups) for r in self._reductions):
+            self._reductions.popleft().release()
         with profile_range(f"fsdp.reduce {unit.name}"):
             for group in groups:
                 group.pack_gradients()
@@ -224,46 +227,41 @@ class FsdpContext:
             self.reduce_scatter_stream.wait_event(compute.record_event())
             with self.reduce_scatter_stream:
                 for group in groups:
-                    group.reduce_gradients(self.is_last_microbatch)
+                    group.reduce_gradients()
                 event = self.reduce_scatter_stream.record_event()
-        self._reductions.append(_Reduction(groups, event))
+        self._reductions.append(_Reduction(groups, compute, event))
 
     def register_post_backward_hook(self) -> None:
         """Have `post_backward` called when the running backward ends.
 
-        Once per context rather than per root, so that one root's reductions overlap another root's backward.
+        Once per context rather than per root, so that one root's reductions overlap another root's backward. A backward
+        inside a backward (reentrant checkpointing) ends on its own.
         """
-        if not self._post_backward_hook_registered:
-            self._post_backward_hook_registered = True
-            _engine.queue_callback(_weak_post_backward(self))
+        task = current_backward()
+        if task not in self._backward_tasks:
+            self._backward_tasks.add(task)
+            _engine.queue_callback(_PostBackward(weakref.ref(self), task))
 
-    def _abandon_backward(self) -> None:
-        """Bring all units to rest after a backward that an exception cut short, so that training can go on."""
-        self._post_backward_hook_registered = False
-        for unit in self.backward_order:
-            if unit.is_in_backward():
-                unit._fsdp_abandon_backward()
-        self._finish_reductions()
+    def post_backward(self, task: int | None = None) -> None:
+        """Close what a backward left open; at the end of the outermost one let compute see the reduced gradients.
 
-    def _finish_reductions(self) -> None:
-        compute = self.current_stream()
-        # The optimizer reads main gradients, and packed gradients go back to compute's memory.
-        compute.wait_stream(self.reduce_scatter_stream)
-        while self._reductions:
-            self._reductions.popleft().release(None)
-
-    def post_backward(self) -> None:
-        """Close what the backward left open and let compute see the reduced gradients; called at its end.
+        Args:
+            task: the backward that ends; None for all.
 
         Raises:
             RuntimeError: a unit is not at rest afterwards.
         """
-        self._post_backward_hook_registered = False
+        self._backward_tasks -= {task} if task is not None else set(self._backward_tasks)
         for unit in self.backward_order:
-            if unit.is_in_backward():
-                unit._fsdp_finish_backward()
+            if unit.is_in_backward() and (task is None or unit.backward_task == task):
+                unit._fsdp_close_backward()
+        if self._backward_tasks:
+            return
         self.reshard_idle_units()
         self._finish_reductions()
+        for unit in self.forward_order:
+            for group in unit.parameter_groups:
+                group.has_final_gradients = self.is_last_microbatch
         active = [unit.name for unit in self.forward_order if unit.is_in_backward()]
         if active:
             raise RuntimeError(
@@ -271,19 +269,39 @@ class FsdpContext:
                 "Report this with the model's structure."
             )
 
+    def _abandon_backward(self) -> None:
+        """Bring all units to rest after a backward that an exception cut short, so that training can go on."""
+        self._backward_tasks.clear()
+        for unit in self.backward_order:
+            if unit.is_in_backward():
+                unit._fsdp_abandon_backward()
+        self._finish_reductions()
+
+    def _finish_reductions(self) -> None:
+        # The optimizer reads main gradients.
+        compute = self.current_stream()
+        compute.wait_stream(self.reduce_scatter_stream)
+        while self._reductions:
+            self._reductions.popleft().release(after=compute)
+
 
 class _Reduction:
     """Packed gradients of one unit whose reduction is on its way."""
 
-    def __init__(self, groups: Sequence[FsdpParameterGroup], event: Event) -> None:
+    def __init__(self, groups: Sequence[FsdpParameterGroup], stream: Stream, event: Event) -> None:
         self._groups = groups
+        self._stream = stream
         self._event = event
 
-    def release(self, compute: Stream | None) -> None:
-        """Free the packed gradients after the reduction; None if the caller has waited for it."""
-        if compute is not None:
-            # Memory goes back to compute, whose next use must not overwrite what the reduction still reads.
-            compute.wait_event(self._event)
+    def is_of(self, groups: Sequence[FsdpParameterGroup]) -> bool:
+        """Return whether these are gradients of the same unit."""
+        return self._groups[0] is groups[0]
+
+    def release(self, after: Stream | None = None) -> None:
+        """Free the packed gradients after the reduction; `after` is a stream that has waited for it already."""
+        if self._stream != after:
+            # Memory goes back to the packing stream, which must not overwrite what the reduction still reads.
+            self._stream.wait_event(self._event)
         for group in self._groups:
             group.release_full_grad()
 
@@ -304,21 +322,25 @@ def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
         context.is_last_microbatch = previous
 
 
+def current_backward() -> int:
+    """Return which backward this thread is executing; -1 for none."""
+    task: int = torch._C._current_graph_task_id()
+    return task
+
+
 def is_in_backward() -> bool:
     """Return whether this thread is executing a backward, e.g. recomputing a forward for it."""
-    task: int = torch._C._current_graph_task_id()
-    return task != -1
-
-
-def _weak_post_backward(context: FsdpContext) -> _PostBackward:
-    return _PostBackward(weakref.ref(context))
+    return current_backward() != -1
 
 
 class _PostBackward:
-    def __init__(self, context: weakref.ref[FsdpContext]) -> None:
+    """Callback at the end of one backward; weak, so that the engine does not keep a context alive."""
+
+    def __init__(self, context: weakref.ref[FsdpContext], task: int) -> None:
         self._context = context
+        self._task = task
 
     def __call__(self) -> None:
         context = self._context()
         if context is not None:
-            context.post_backward()
+            context.post_backward(self._task)

@@ -21,6 +21,7 @@ class Unit(Protocol):
     """What the schedule needs of an `FsdpModule`."""
 
     unshard_event: Event | None
+    backward_task: int
 
     @property
     def name(self) -> str:
@@ -50,8 +51,8 @@ class Unit(Protocol):
         """Return whether a backward of the unit is under way, or has left gradients behind."""
         ...
 
-    def _fsdp_finish_backward(self) -> None:
-        """Close a backward in which some parameters got no gradient."""
+    def _fsdp_close_backward(self) -> None:
+        """Close a backward in which some parameters or inputs got no gradient."""
         ...
 
     def _fsdp_abandon_backward(self) -> None:
@@ -84,6 +85,11 @@ def order_units(registered: IndexedOrder[Unit]) -> tuple[IndexedOrder[Unit], Ind
         for name, module in _as_module(root).named_modules():
             if module in registered:
                 unit = _as_unit(module)
+                if unit in forward:
+                    raise ValueError(
+                        f"fully_shard_context: expected each unit inside one root, got {name or type(module).__name__} "
+                        f"of {type(root).__name__} inside another root, too. Shard a module around both roots."
+                    )
                 unit._fsdp_bind(name or type(module).__name__, root)
                 forward.append(unit)
     for root in reversed(roots):
