@@ -131,7 +131,7 @@ def streams_do_not_change_a_bit() -> str:
 
 @check
 def peak_memory_follows_the_formula() -> str:
-    """Two units of gathered weights, two of packed gradients and activations above the shards; none grows with depth."""
+    """Two units of gathered weights, two of packed gradients and activations above the shards; no growth with depth."""
     peaks = {}
     for depth in (8, 16):
         torch.cuda.empty_cache()
