@@ -4,7 +4,7 @@
 
     torchrun --nproc_per_node 2 benchmarks/step.py --runtime fsdp_v2 --model llama1b
 
-Runtimes: none (no communication and no optimizer), fsdp2 (PyTorch's) and fsdp_v2 (ours). Run each in a process of its own
+Runtimes: none (no communication and no optimizer), fsdp2 (PyTorch's), fsdp_v2 (ours). Run each in a process of its own
 on the same machine, one after another, and compare ratios (`benchmarks/compare.sh`). Prints one JSON object.
 """
 
