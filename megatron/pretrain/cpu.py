@@ -151,6 +151,8 @@ def _replace_tensor_methods() -> None:
         is_cpu_name = isinstance(result, str) and not result.startswith("torch.cuda.")
         return result.replace("torch.", "torch.cuda.", 1) if is_cpu_name else result
 
+    # Tensor subclasses go by the name of an operation, sharded parameters among them.
+    type_name.__name__ = "type"
     tensor: Any = torch.Tensor
     tensor.type = type_name
     tensor.cuda = lambda self, *args, **kwargs: self
