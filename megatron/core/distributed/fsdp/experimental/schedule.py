@@ -299,7 +299,8 @@ class _Reduction:
 
     def release(self, after: Stream | None = None) -> None:
         """Free the packed gradients after the reduction; `after` is a stream that has waited for it already."""
-        if self._stream != after:
+        # torch.Stream compares unequal to None as False, so None has to be asked for first.
+        if after is None or self._stream != after:
             # Memory goes back to the packing stream, which must not overwrite what the reduction still reads.
             self._stream.wait_event(self._event)
         for group in self._groups:
