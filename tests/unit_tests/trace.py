@@ -60,6 +60,16 @@ class TraceStream:
         self.name = name
         self.clock: Clock = defaultdict(int)
 
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        """As torch.Stream: unequal to None is False."""
+        return other is not None and self is not other
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def __enter__(self) -> TraceStream:
         self.trace.stack.append(self)
         return self
