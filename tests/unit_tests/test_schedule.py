@@ -55,7 +55,7 @@ def _train(
 
 
 def _first_step(**options: Any) -> list[str]:
-    """Return the first forward and backward as words like AG0 F0 free0; units are numbered as built, r is the root.
+    """Return the first forward and backward as words like AG0 F0 free0; layers by number, r is the root.
 
     The root returns the last layer's output, so that layer's backward is announced before the root's.
     """
@@ -70,9 +70,8 @@ def _first_step(**options: Any) -> list[str]:
     for stream, operation, buffers in trace.events:
         if operation not in SHORT or not buffers:
             continue
-        number = re.search(r"#(\d)", buffers[0])
-        assert number is not None
-        unit = "r" if number[1] == "3" else number[1]
+        number = re.match(r"layers\.(\d)\.", buffers[0])
+        unit = "r" if number is None else number[1]
         kind = "grad" if operation == "free" and "full_grad" in buffers[0] else ""
         words.append(f"{SHORT[operation]}{kind}{unit}")
         expected = {"AG": "all_gather", "RS": "reduce_scatter", "F": "compute", "B": "compute", "pack": "compute"}

@@ -140,8 +140,7 @@ def _attach(
 ) -> None:
     label = f"{type(module).__name__}#{len(context.units())}"
     groups = tuple(
-        FsdpParameterGroup(members, options, f"{label}.{index}")
-        for index, members in enumerate(_group_parameters(owned))
+        FsdpParameterGroup(members, options, label, index) for index, members in enumerate(_group_parameters(owned))
     )
     for item in owned:
         retire(item.parameter, item.fqn, label)

@@ -146,6 +146,8 @@ class FsdpModule:
         """Take the name and root found when the context was finalised; called by the context."""
         self._fsdp_name = name
         self._fsdp_root_ref = weakref.ref(root)
+        for group in self._fsdp_groups:
+            group.rename(name, "" if root is self else name)
         for module in _as_module(self).modules():
             if isinstance(module, FsdpModule) and module is not self:
                 # Outer units are named before inner ones, so that the innermost parent is the last to write.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -77,9 +77,11 @@ class FsdpParameterGroup:
     Args:
         parameters: the unit's parameters that go together, full and equal on every rank.
         options: what all groups of the unit share.
-        name: names the group's buffers.
+        unit: names the group's buffers and parameters until `rename`.
+        index: position of the group in its unit.
 
     Attributes:
+        name: the unit's name and the group's index.
         main_weight: [local_numel], main dtype; what the optimizer updates and checkpoints hold.
         model_weight: [local_numel], compute dtype; `main_weight` itself where dtypes and placements agree.
         full_weight: [global_numel], compute dtype, transient; what forward and backward read.
@@ -90,10 +92,11 @@ class FsdpParameterGroup:
         has_final_gradients: False after a microbatch that was not the last; set by the schedule.
     """
 
-    def __init__(self, parameters: Sequence[OwnedParameter], options: GroupOptions, name: str) -> None:
+    def __init__(self, parameters: Sequence[OwnedParameter], options: GroupOptions, unit: str, index: int) -> None:
         first = parameters[0].parameter
         policy = options.mixed_precision_policy
-        self.name = name
+        self.name = f"{unit}.{index}"
+        self._index = index
         self.requires_grad = first.requires_grad
         self.fqns = [owned.fqn for owned in parameters]
         self._places = [owned.places for owned in parameters]
@@ -114,13 +117,13 @@ class FsdpParameterGroup:
         )
         self.layout = plan_layout([tensor.shape for tensor in originals], mesh.size())
         self.main_weight = DBuffer.distribute_tensors(
-            originals, self.layout, mesh, main_at, dtype=main_dtype, device=device, name=f"{name}.main_weight"
+            originals, self.layout, mesh, main_at, dtype=main_dtype, device=device, name="main_weight"
         )
         if main_dtype == compute_dtype and weight_at == main_at:
             self.model_weight = self.main_weight
         else:
             self.model_weight = DBuffer(
-                self.layout, mesh, weight_at, dtype=compute_dtype, device=device, name=f"{name}.model_weight"
+                self.layout, mesh, weight_at, dtype=compute_dtype, device=device, name="model_weight"
             )
         everywhere = (Replicate(),) * mesh.ndim
         self.full_weight = DBuffer(
@@ -129,7 +132,7 @@ class FsdpParameterGroup:
             everywhere,
             dtype=compute_dtype,
             device=device,
-            name=f"{name}.full_weight",
+            name="full_weight",
             allocator=options.allocator,
         )
         self.full_grad: DBuffer | None = None
@@ -137,6 +140,7 @@ class FsdpParameterGroup:
         if self.requires_grad:
             self._plan_gradients(grad_at, main_dtype)
         self._make_parameters(originals)
+        self.rename(unit, unit)
         self.attach_sharded()
 
     def _plan_gradients(self, placements: tuple[Placement, ...], main_dtype: torch.dtype) -> None:
@@ -152,7 +156,7 @@ class FsdpParameterGroup:
                 at,
                 dtype=dtype,
                 device=options.device,
-                name=f"{self.name}.{kind}",
+                name=kind,
                 allocator=options.allocator if transient else None,
             )
 
@@ -168,7 +172,7 @@ class FsdpParameterGroup:
         self.unsharded_parameters: list[nn.Parameter] = []
         self._gradients: list[FsdpDTensor] = []
         for index, original in enumerate(originals):
-            fqn = f"{self.name}.{self.fqns[index]}" if self.name else self.fqns[index]
+            fqn = self.fqns[index]
             geometry = ShardGeometry(fqn, self.layout, index, mesh, on_write)
             local = self.main_weight.pieces[index]
             sharded: Any = nn.Parameter(_plain_dtensor(local, geometry), requires_grad=self.requires_grad)
@@ -189,6 +193,24 @@ class FsdpParameterGroup:
                 )
             self.sharded_parameters.append(sharded)
             self.unsharded_parameters.append(unsharded)
+
+    def rename(self, unit: str, prefix: str) -> None:
+        """Name buffers after their unit, and parameters by their path, for errors and observers.
+
+        Args:
+            unit: the unit's name.
+            prefix: what comes before the parameters' own names: the unit's path in its root; empty for the root.
+        """
+        self.name = f"{unit}.{self._index}"
+        buffers = [self.main_weight, self.model_weight, self.full_weight]
+        if self.main_grad is not None and self.full_grad is not None:
+            buffers += [self.main_grad, self.full_grad, self._reduced_grad]
+        for buffer in buffers:
+            buffer.name = f"{self.name}.{buffer.name.rpartition('.')[2]}"
+        for tensors in (self.sharded_parameters, self._gradients):
+            for fqn, tensor in zip(self.fqns, tensors, strict=bool(tensors)):
+                named: Any = tensor
+                named._geometry = replace(named._geometry, fqn=f"{prefix}.{fqn}" if prefix else fqn)
 
     @property
     def numel(self) -> int:
@@ -232,8 +254,8 @@ class FsdpParameterGroup:
                 held = parameters_dict.get(name)
                 if held is not self.sharded_parameters[index] and held is not self.unsharded_parameters[index]:
                     raise RuntimeError(
-                        f"parameter {self.fqns[index]} of unit {self.name}: expected the one that fully_shard put "
-                        f"there, got {type(held).__name__}. Write new values with copy_; tie or replace parameters "
+                        f"parameter {self.fqns[index]} of unit {self.name.rpartition('.')[0]}: expected the one that "
+                        f"fully_shard put there, got {type(held).__name__}. Write new values with copy_; tie or replace parameters "
                         "before fully_shard."
                     )
         self._attach(self.unsharded_parameters)
