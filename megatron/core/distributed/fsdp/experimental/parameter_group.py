@@ -255,8 +255,8 @@ class FsdpParameterGroup:
                 if held is not self.sharded_parameters[index] and held is not self.unsharded_parameters[index]:
                     raise RuntimeError(
                         f"parameter {self.fqns[index]} of unit {self.name.rpartition('.')[0]}: expected the one that "
-                        f"fully_shard put there, got {type(held).__name__}. Write new values with copy_; tie or replace parameters "
-                        "before fully_shard."
+                        f"fully_shard put there, got {type(held).__name__}. Write new values with copy_; tie or "
+                        "replace parameters before fully_shard."
                     )
         self._attach(self.unsharded_parameters)
 
