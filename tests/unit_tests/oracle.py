@@ -160,7 +160,7 @@ def assert_at_rest(model: Any) -> None:
         assert unit.phase is FsdpModule.Phase.RESTING, unit.name
         assert unit.unshard_event is None, unit.name
         assert not unit.context._reductions
-        assert not unit._fsdp_countdown.has_begun and not unit._fsdp_has_reduced, unit.name
+        assert not unit._fsdp_countdown.has_begun and not unit._fsdp_has_all_gradients, unit.name
         assert not unit._fsdp_active_calls and unit._fsdp_open_call is None, unit.name
         for group in unit.parameter_groups:
             assert group.full_weight.local.untyped_storage().nbytes() == 0, group.name

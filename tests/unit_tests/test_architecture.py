@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "boundary": set(),
     "operations": set(),
     "replaced": set(),
+    "phase": set(),
     "device": set(),
     "policy": {"placement"},
     "collectives": {"device"},
@@ -32,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parameter_group": {"dbuffer", "dtensor", "policy", "placement", "layout", "allocator", "device"},
     "unit": {"device", "parameter_group", "indexed_order", "policy"},
     "schedule": {"device", "parameter_group", "indexed_order", "unit"},
-    "module": {"schedule", "unit", "parameter_group", "boundary", "countdown", "policy", "device"},
+    "module": {"schedule", "unit", "parameter_group", "boundary", "phase", "countdown", "policy", "device"},
     "fully_shard": {"policy", "schedule", "module", "parameter_group", "replaced", "device", "allocator"},
     "optimizer": {"parameter_group", "collectives", "dtensor"},
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import time
 import weakref
 from collections.abc import Callable
@@ -397,15 +398,15 @@ def test_explicit_unshard_and_reshard() -> None:
 
 
 def _phase_error() -> None:
-    model = fully_shard(nn.Linear(2, 2))
+    model = shard_layers(build("mlp"))
     model.context.finalize()
-    model.pre_forward()
-    model.pre_forward()
+    model.layers[1].pre_forward()
+    model.layers[1].pre_forward()
 
 
 def test_phase_error_names_the_unit() -> None:
     for message in run_ranks_expecting(1, RuntimeError, _phase_error):
-        assert "phase of unit FsdpLinear: expected a move allowed from FORWARD, got FORWARD" in message
+        assert "phase of unit layers.1: expected a move allowed from FORWARD, got FORWARD" in message
 
 
 def _frozen_units_are_released() -> list[int]:
@@ -823,6 +824,253 @@ def _two_roots_share_a_unit() -> None:
 def test_unit_in_two_roots_is_refused() -> None:
     for message in run_ranks_expecting(1, ValueError, _two_roots_share_a_unit):
         assert "expected each unit inside one root" in message
+
+
+class _SkipsBranch(nn.Module):
+    """Stochastic depth: a branch that some ranks skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.trunk, self.skips = nn.Linear(6, 6), nn.Linear(6, 6), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.trunk(x).tanh()
+        return x if self.skips else x + self.branch(x)
+
+
+def _parameters_skipped_on_one_rank() -> None:
+    """PB-073: units reduce in one order although one rank uses fewer parameters; what is unused counts zero."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(*[_SkipsBranch() for _ in range(4)])
+    model = copy.deepcopy(reference)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    world_size = dist.get_world_size()
+    for step in range(3):
+        batches = torch.randn(world_size, 4, 6, generator=torch.Generator().manual_seed(step))
+        reference.zero_grad()
+        model.zero_grad()
+        for rank, batch in enumerate(batches):
+            reference[1].skips = reference[2].skips = rank == 1
+            reference(batch).square().sum().backward()
+        model[1].skips = model[2].skips = dist.get_rank() == 1
+        model(batches[dist.get_rank()]).square().sum().backward()
+        assert_at_rest(model)
+        for name, gradient in _full_gradients(model).items():
+            expected = reference.get_parameter(name).grad / world_size
+            torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_pb073_parameters_skipped_on_one_rank() -> None:
+    run_ranks(2, _parameters_skipped_on_one_rank)
+
+
+def _gradient_surgery() -> None:
+    """Gradients that somebody holds stay what they are when the next backward comes (PCGrad and the like)."""
+    model, reference = _blocks(_chain)
+    batches = torch.randn(dist.get_world_size(), 4, 6, generator=torch.Generator().manual_seed(0))
+    losses: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (lambda y: y.square().sum(), lambda y: y.sin().sum())
+    held = []
+    for loss in losses:
+        model.zero_grad()
+        loss(model(batches[dist.get_rank()])).backward()
+        held.append([parameter.grad for parameter in model.parameters()])
+    for index, parameter in enumerate(reference.parameters()):
+        for which, loss in enumerate(losses):
+            reference.zero_grad()
+            for batch in batches:
+                (loss(reference(batch)) / len(batches)).backward()
+            torch.testing.assert_close(held[which][index].full_tensor(), parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_held_gradients_are_not_overwritten() -> None:
+    run_ranks(2, _gradient_surgery)
+
+
+def _failed_then_another_backward() -> None:
+    """A backward that raised leaves nothing behind for the next one, even without a forward in between."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[_Switch() for _ in range(3)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+
+    def forward(fails: bool) -> torch.Tensor:
+        x = torch.ones(2, 6)
+        for index, layer in enumerate(model):
+            x = layer(x, index == 0)
+            if fails and index == 1:
+                x.register_hook(lambda grad: 1 / 0)
+        return x.square().sum()
+
+    first, second = forward(True), forward(False)
+    with pytest.raises(ZeroDivisionError):
+        first.backward()
+    model.zero_grad()
+    second.backward()
+    assert_at_rest(model)
+    found = _full_gradients(model)
+    model.zero_grad()
+    forward(False).backward()
+    for name, gradient in _full_gradients(model).items():
+        assert torch.equal(found[name], gradient), name
+
+
+def test_backward_after_a_failed_backward() -> None:
+    run_ranks(2, _failed_then_another_backward)
+
+
+def _step_before_backward() -> None:
+    model = shard_layers(build("mlp"))
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = [model(torch.ones(1, 7)).sum() for _ in range(2)]
+    losses[0].backward()
+    optimizer.step()
+    losses[1].backward()
+
+
+def test_step_between_forward_and_backward_is_refused() -> None:
+    for message in run_ranks_expecting(2, RuntimeError, _step_before_backward):
+        assert "got weights that an optimizer has stepped since" in message
+
+
+class _FineTuned(nn.Module):
+    """The usual adapter set-up: frozen embedding, adapters in the layers, frozen norm before a trainable head."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 6).requires_grad_(False)
+        self.layers = nn.ModuleList([_LowRank() for _ in range(3)])
+        self.norm = nn.Linear(6, 6).requires_grad_(False)
+        self.head, self.reentrant = nn.Linear(6, 3), reentrant
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens).requires_grad_()
+        for layer in self.layers:
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+def _fine_tuned(reentrant: bool | None, twice: bool) -> None:
+    torch.manual_seed(0)
+    reference = _FineTuned(reentrant)
+    model = shard_layers(copy.deepcopy(reference))
+    tokens = torch.tensor([[0, 3, 4]])
+    for module in (model, reference):
+        out = module(tokens)
+        if twice:
+            out.sin().sum().backward(retain_graph=True)
+        out.square().sum().backward()
+    assert_at_rest(model)
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(_full_gradients(model)[name], parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("reentrant", "twice"), [(None, False), (None, True), (False, False), (True, False)])
+def test_fine_tuning_with_frozen_parts_of_the_root(reentrant: bool | None, twice: bool) -> None:
+    """PB-086 as well: a second backward over a retained graph."""
+    run_ranks(2, _fine_tuned, reentrant, twice)
+
+
+class _Interrupted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.interrupts = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        if self.interrupts:
+            raise KeyboardInterrupt
+        return self.layers[1](x)
+
+
+def _interrupted_forward() -> None:
+    model = shard_layers(_Interrupted())
+    model.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 3))
+    model.interrupts = False
+    model(torch.ones(1, 3)).sum().backward()
+    assert_at_rest(model)
+    assert model.context.num_units_in_forward == 0
+
+
+def test_interrupted_forward() -> None:
+    run_ranks(2, _interrupted_forward)
+
+
+def _shared_inputs() -> int:
+    """An encoder's output, and a plain tensor, that every decoder reads: decoders are released one by one."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, *, memory: dict[str, torch.Tensor]) -> torch.Tensor:
+            return x + self.own(x).tanh() + self.other(memory["encoded"]) * memory["bias"]
+
+    torch.manual_seed(0)
+    reference = nn.ModuleDict(
+        {"encoder": nn.Linear(6, 6), "bias": nn.Linear(6, 6), "decoders": nn.ModuleList([Decoder() for _ in range(6)])}
+    )
+    model = copy.deepcopy(reference)
+    live: list[int] = []
+
+    def run(module: Any, batch: torch.Tensor) -> None:
+        memory = {"encoded": module["encoder"](batch), "bias": module["bias"](batch).sin()}
+        x = batch
+        for decoder in module["decoders"]:
+            x = decoder(x, memory=memory)
+            if module is model:
+                x.register_hook(lambda grad: live.append(sum(d.unshard_event is not None for d in model["decoders"])))
+        x.square().sum().backward()
+
+    for unit in (model["encoder"], model["bias"], *model["decoders"]):
+        fully_shard(unit)
+    fully_shard(model)
+    _compare_gradients(model, reference, run)
+    return max(live)
+
+
+def test_inputs_shared_by_many_units() -> None:
+    assert max(run_ranks(2, _shared_inputs)) <= 3
+
+
+def _teacher_in_backward() -> None:
+    teacher, student = shard_layers(build("mlp")), shard_layers(build("mlp", seed=1))
+    x = torch.ones(2, 7)
+
+    def ask(grad: torch.Tensor) -> None:
+        with torch.no_grad():
+            teacher(x)
+
+    out = student(x)
+    out.register_hook(ask)
+    out.sum().backward()
+    assert_at_rest(teacher)
+    assert_at_rest(student)
+
+
+def test_forward_of_another_model_inside_a_backward() -> None:
+    run_ranks(2, _teacher_in_backward)
+
+
+def _outputs_are_ordinary() -> None:
+    unit = fully_shard(nn.Linear(3, 3))
+    buffer = io.BytesIO()
+    out = unit(torch.ones(1, 3))
+    torch.save(out.detach(), buffer)
+    torch.save({"out": out}, buffer)
+    frozen = fully_shard(_Structured(lambda t: (t.detach(), _Hides(t))).requires_grad_(False))
+    frozen(torch.ones(1, 6))
+
+
+def test_outputs_can_be_saved_and_frozen_units_may_return_anything() -> None:
+    run_ranks(1, _outputs_are_ordinary)
 
 
 def _hash_order() -> list[Any]:

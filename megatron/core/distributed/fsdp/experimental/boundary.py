@@ -14,8 +14,9 @@ since every operation of its backward leads to a parameter, to an input, or to a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -38,40 +39,60 @@ class ForwardCall:
 
     Args:
         unit: the unit, held weakly.
-        inputs: its arguments, nested at will.
+        version: what the unit's weights were when it ran.
 
     Attributes:
+        version: as given.
         num_inputs: tensors among the inputs that need a gradient.
+        is_opaque: whether the inputs hold an object in which further ones may hide.
         inner_calls: forwards of units inside, made during this one, whose backward is expected.
         is_closed: whether the unit has done with this call's backward.
     """
 
-    def __init__(self, unit: Boundary, inputs: Any) -> None:
+    def __init__(self, unit: Boundary, version: int) -> None:
         self._unit = weakref.ref(unit)
+        self.version = version
         self.num_inputs = 0
+        self.is_opaque = False
         self.inner_calls: list[weakref.ref[ForwardCall]] = []
         self.is_closed = False
         self._num_pending = 0
-        self._handles: list[Any] = []
-        for tensor in tensors_in(inputs):
+
+    def watch_inputs(self, value: Any) -> Any:
+        """Return `value` with every tensor that needs a gradient watched, which may mean a view in its place.
+
+        A hook on an input itself would wait for the gradients of everything that uses it; a view's gradient is this
+        call's own. An output of another unit that nothing else has used yet is left as it is: that unit's own hook
+        tells us first and goes on after, so that our weights are released before it gathers further ones.
+        """
+        if isinstance(value, torch.Tensor):
+            return self._watch_input(value) if value.requires_grad else value
+        if type(value) in (tuple, list):
+            items = [self.watch_inputs(item) for item in value]
+            return type(value)(items) if _differ(items, value) else value
+        if type(value) is dict:
+            items = [self.watch_inputs(item) for item in value.values()]
+            return dict(zip(value, items, strict=True)) if _differ(items, value.values()) else value
+        for tensor in tensors_in(value):
             if tensor.requires_grad:
                 self.num_inputs += 1
-                self._watch_input(tensor)
+                self._hook(tensor)
+        self.is_opaque = self.is_opaque or has_unknown_container(value)
+        return value
 
-    def _watch_input(self, tensor: Any) -> None:
+    def _watch_input(self, tensor: Any) -> torch.Tensor:
+        self.num_inputs += 1
         producer = getattr(tensor, "_fsdp_output_hook", None)
-        if producer is not None:
-            # The tensor is another unit's output: that unit's own hook tells us first and goes on after, so that our
-            # weights are released before it gathers further ones.
-            producer.consumers.append(weakref.ref(self))
-            return
-        handle = tensor.register_hook(_InputHook(weakref.ref(self)))
-        if tensor.grad_fn is None:
-            self._handles.append(handle)
+        if producer is not None and producer.consumer is None:
+            producer.consumer = weakref.ref(self)
+            watched: torch.Tensor = tensor
+            return watched
+        view: torch.Tensor = tensor.view_as(tensor)
+        self._hook(view)
+        return view
 
-    def __del__(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def _hook(self, tensor: Any) -> None:
+        tensor.register_hook(_InputHook(weakref.ref(self)))
 
     def watch_outputs(self, outputs: Any) -> bool:
         """Announce the unit's backward at the first gradient of `outputs`; return whether any of them needs one."""
@@ -95,6 +116,8 @@ class ForwardCall:
         """Start counting the inputs' gradients of one backward."""
         self.is_closed = False
         self._num_pending = self.num_inputs
+        for inner in self._inner():
+            inner.is_closed = False
 
     def input_ready(self) -> None:
         """Count the gradient of one input; tell the unit of the last one."""
@@ -108,8 +131,18 @@ class ForwardCall:
     @property
     def is_waiting(self) -> bool:
         """Whether an input still needs its gradient in this backward, or a unit inside has not done with its own."""
-        inner = (reference() for reference in self.inner_calls)
-        return self._num_pending > 0 or any(call is not None and not call.is_closed for call in inner)
+        return self._num_pending > 0 or any(not inner.is_closed for inner in self._inner())
+
+    @property
+    def tells_by_inputs(self) -> bool:
+        """Whether the gradients of inputs say that all of this call's operations have run."""
+        return self.num_inputs > 0 and not self.is_opaque
+
+    def _inner(self) -> Iterator[ForwardCall]:
+        for reference in self.inner_calls:
+            call = reference()
+            if call is not None:
+                yield call
 
 
 class _InputHook:
@@ -129,25 +162,35 @@ class _OutputHook:
 
     def __init__(self, call: ForwardCall) -> None:
         self._call = call
-        self.consumers: list[weakref.ref[ForwardCall]] = []
+        self.consumer: weakref.ref[ForwardCall] | None = None
 
     def __call__(self, grad: torch.Tensor) -> None:
-        for reference in self.consumers:
-            consumer = reference()
-            if consumer is not None:
-                consumer.input_ready()
+        consumer = None if self.consumer is None else self.consumer()
+        if consumer is not None:
+            consumer.input_ready()
         self._call.output_ready()
+
+    def __reduce__(self) -> Any:
+        """Pickle as None: a saved output belongs to no graph."""
+        return type(None), ()
+
+
+def _differ(items: Iterable[Any], originals: Iterable[Any]) -> bool:
+    return any(item is not original for item, original in zip(items, originals, strict=True))
 
 
 def has_unknown_container(value: Any) -> bool:
     """Return whether a value holds an object in which tensors may hide: no tensor, no plain value, no container."""
-    if value is None or isinstance(value, (torch.Tensor, str, bytes, int, float, complex)):
+    if value is None or isinstance(value, _PLAIN) or type(value).__module__ == "numpy":
         return False
     if isinstance(value, (tuple, list, set, frozenset)):
         return any(has_unknown_container(item) for item in value)
     if isinstance(value, Mapping):
         return any(has_unknown_container(item) for item in value.values())
     return not is_dataclass(value)
+
+
+_PLAIN = (torch.Tensor, torch.dtype, torch.device, torch.Size, str, bytes, int, float, complex, Enum, slice, type)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -282,7 +282,7 @@ def _check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: Mi
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
                 f"fully_shard of {kind}: expected parameters without hooks, got some on {item.fqn}, which would never "
-                "run. Remove them; FsdpModule.register_post_backward_hook tells when gradients are reduced."
+                "run. Remove them; FsdpModule.register_post_backward_hook tells when a unit's backward ends."
             )
         if parameter.ndim == 0:
             raise ValueError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
 from typing import Any, Literal
 
 import torch
@@ -19,27 +18,10 @@ from .boundary import ForwardCall, has_unknown_container
 from .countdown import Countdown
 from .device import Event
 from .parameter_group import FsdpParameterGroup
+from .phase import UnitPhase, check_move
 from .policy import SchedulePolicy
 from .schedule import FsdpContext, current_backward, is_in_backward
 from .unit import Unit
-
-
-class UnitPhase(Enum):
-    """What a unit is doing."""
-
-    RESTING = auto()
-    FORWARD = auto()
-    BACKWARD = auto()
-
-
-_TRANSITIONS = frozenset(
-    {
-        (UnitPhase.RESTING, UnitPhase.FORWARD),
-        (UnitPhase.FORWARD, UnitPhase.RESTING),
-        (UnitPhase.RESTING, UnitPhase.BACKWARD),
-        (UnitPhase.BACKWARD, UnitPhase.RESTING),
-    }
-)
 
 
 class FsdpModule:
@@ -76,7 +58,8 @@ class FsdpModule:
         self.backward_task = -1
         self._fsdp_parameter_counts = [(held, len(held)) for held in parameter_dicts]
         self._fsdp_parent_ref: weakref.ref[FsdpModule] | None = None
-        self._fsdp_has_reduced = False
+        self._fsdp_has_all_gradients = False
+        self._fsdp_has_inner_units = False
         self._fsdp_has_told = False
         self._fsdp_open_call: ForwardCall | None = None
         self._fsdp_active_calls: list[ForwardCall] = []
@@ -136,7 +119,11 @@ class FsdpModule:
 
     def is_in_backward(self) -> bool:
         """Return whether a backward of the unit is under way, or has left gradients behind."""
-        return self._fsdp_phase is UnitPhase.BACKWARD or self._fsdp_has_reduced or self._fsdp_countdown.has_begun
+        has_gradients = self._fsdp_has_all_gradients or self._fsdp_countdown.has_begun
+        return self._fsdp_phase is UnitPhase.BACKWARD or has_gradients
+
+    def _fsdp_weight_version(self) -> int:
+        return sum(group.num_steps for group in self._fsdp_groups)
 
     def _fsdp_join(self, context: FsdpContext) -> None:
         """Move to a context that is still being built; called by that context."""
@@ -150,6 +137,7 @@ class FsdpModule:
             group.rename(name, "" if root is self else name)
         for module in _as_module(self).modules():
             if isinstance(module, FsdpModule) and module is not self:
+                self._fsdp_has_inner_units = True
                 # Outer units are named before inner ones, so that the innermost parent is the last to write.
                 module._fsdp_parent_ref = weakref.ref(self)
 
@@ -158,12 +146,7 @@ class FsdpModule:
         return None if self._fsdp_root_ref is None else self._fsdp_root_ref()
 
     def _fsdp_enter(self, phase: UnitPhase) -> None:
-        if (self._fsdp_phase, phase) not in _TRANSITIONS:
-            raise RuntimeError(
-                f"phase of unit {self.name}: expected a move allowed from {self._fsdp_phase.name}, got {phase.name}. "
-                "A forward or backward of this unit was entered while another was under way, or one was cut short "
-                "by an exception."
-            )
+        check_move(self.name, self._fsdp_phase, phase)
         if phase is UnitPhase.FORWARD:
             self._fsdp_context.enter_forward()
         elif self._fsdp_phase is UnitPhase.FORWARD:
@@ -213,6 +196,8 @@ class FsdpModule:
             self.unshard()
         else:
             context.recover()
+            if self.is_root() and self._fsdp_phase is UnitPhase.FORWARD:
+                context.abandon_forward(self)
             self._fsdp_enter(UnitPhase.FORWARD)
             self.unshard(prefetch="forward")
         self._fsdp_report("forward")
@@ -227,12 +212,8 @@ class FsdpModule:
         if self._fsdp_phase is UnitPhase.BACKWARD:
             return
         self._fsdp_enter(UnitPhase.RESTING)
-        if is_in_backward():
-            for group in self._fsdp_groups:
-                group.attach_sharded()
-            return
         keep = self._fsdp_policy.reshard_after_forward
-        keeps = self.is_root() if keep is None else not keep
+        keeps = is_in_backward() or (self.is_root() if keep is None else not keep)
         if keeps and needs_backward:
             for group in self._fsdp_groups:
                 group.attach_sharded()
@@ -255,8 +236,7 @@ class FsdpModule:
     def post_backward(self) -> None:
         """Reduce the gradients and return to sharded parameters; called when the unit's backward is complete."""
         self._fsdp_report("backward end")
-        if self._fsdp_countdown.has_begun or not self._fsdp_has_reduced:
-            self._fsdp_reduce()
+        self._fsdp_context.reduce(self)
         self._fsdp_rest()
 
     def register_post_backward_hook(self, callback: Callable[[FsdpModule], None]) -> None:
@@ -270,6 +250,11 @@ class FsdpModule:
 
     def _fsdp_begin_backward(self, call: ForwardCall) -> None:
         if call not in self._fsdp_active_calls:
+            if call.version != self._fsdp_weight_version():
+                raise RuntimeError(
+                    f"backward of unit {self.name}: expected the weights of its forward, got weights that an optimizer "
+                    "has stepped since. Run backward before the step, or forward again after it."
+                )
             call.arm()
             self._fsdp_active_calls.append(call)
         self.pre_backward()
@@ -278,28 +263,30 @@ class FsdpModule:
         self._fsdp_close_if_complete()
 
     def _fsdp_gradient_done(self) -> None:
-        """Count a parameter's gradient; at the last one start the reduction, though weights may still be needed."""
+        """Count a parameter's gradient."""
         self._fsdp_context.register_post_backward_hook()
         if self._fsdp_phase is not UnitPhase.BACKWARD:
             self.backward_task = current_backward()
         if self._fsdp_countdown.tick():
-            self._fsdp_reduce()
+            self._fsdp_has_all_gradients = True
+            self._fsdp_countdown.reset()
             self._fsdp_close_if_complete()
 
-    def _fsdp_reduce(self) -> None:
-        self._fsdp_has_reduced = True
-        self._fsdp_countdown.reset()
-        self._fsdp_context.reduce(self)
-
     def _fsdp_close_if_complete(self) -> None:
+        """Close the unit's backward if all of it has run; see [Note: when a unit's backward ends] in boundary.py.
+
+        Where inputs tell, parameters are not asked: a rank on which some were not used closes, and reduces, at the same
+        point of the order as the others.
+        """
         calls = self._fsdp_active_calls
         if self._fsdp_phase is not UnitPhase.BACKWARD or any(call.is_waiting for call in calls):
             return
-        # Without trainable parameters of its own, only inputs and inner units tell.
-        is_frozen = self._fsdp_countdown.total == 0
-        tells = all(call.num_inputs or call.inner_calls for call in calls)
-        if (tells if is_frozen else self._fsdp_has_reduced) and not self._fsdp_countdown.has_begun:
-            self._fsdp_run_callbacks()
+        if not all(call.tells_by_inputs for call in calls):
+            has_all = self._fsdp_has_all_gradients and not self._fsdp_countdown.has_begun
+            is_plain = not self._fsdp_has_inner_units and all(group.requires_grad for group in self._fsdp_groups)
+            if not has_all or not (is_plain or all(call.inner_calls for call in calls)):
+                return
+        self._fsdp_run_callbacks()
 
     def _fsdp_run_callbacks(self) -> None:
         if self._fsdp_has_told:
@@ -318,11 +305,11 @@ class FsdpModule:
         """Drop what a backward that an exception cut short has left; called by the context."""
         for group in self._fsdp_groups:
             group.drop_gradients()
-        self._fsdp_countdown.reset()
         self._fsdp_rest()
 
     def _fsdp_rest(self) -> None:
-        self._fsdp_has_reduced = self._fsdp_has_told = False
+        self._fsdp_has_all_gradients = self._fsdp_has_told = False
+        self._fsdp_countdown.reset()
         for call in self._fsdp_active_calls:
             call.is_closed = True
         self._fsdp_active_calls.clear()
@@ -361,10 +348,12 @@ def _post_backward(unit: FsdpModule) -> None:
     unit.post_backward()
 
 
-def _pre_forward_hook(module: Any, args: Any, kwargs: Any) -> None:
+def _pre_forward_hook(module: Any, args: Any, kwargs: Any) -> Any:
     module.pre_forward()
-    if torch.is_grad_enabled() and module.phase is UnitPhase.FORWARD:
-        module._fsdp_open_call = ForwardCall(module, (args, kwargs))
+    if not torch.is_grad_enabled() or module.phase is not UnitPhase.FORWARD:
+        return None
+    call = module._fsdp_open_call = ForwardCall(module, module._fsdp_weight_version())
+    return call.watch_inputs(args), call.watch_inputs(kwargs)
 
 
 def _post_forward_hook(module: Any, args: Any, output: Any) -> None:
@@ -375,7 +364,8 @@ def _post_forward_hook(module: Any, args: Any, output: Any) -> None:
         if parent is not None and parent._fsdp_open_call is not None:
             parent._fsdp_open_call.inner_calls.append(weakref.ref(call))
     module.post_forward(needs_backward)
-    if call is not None and not needs_backward and has_unknown_container(output):
+    may_need = call is not None and (call.num_inputs or any(group.requires_grad for group in module.parameter_groups))
+    if may_need and not needs_backward and has_unknown_container(output):
         raise TypeError(
             f"output of unit {module.name}: expected tensors, or tuples, lists, mappings and dataclasses of them, got "
             f"{type(output).__name__}, in which tensors that need gradients cannot be found. Return one of these."

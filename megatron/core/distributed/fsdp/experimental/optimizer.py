@@ -185,7 +185,7 @@ class _LocalStep:
         with torch._C.DisableTorchFunctionSubclass():
             lent = [[self._lend(parameter, state) for parameter in params] for params in sharded]
         for group in self._groups:
-            group.report_step()
+            group.begin_step()
         optimizer.state = self._local_state
         for param_group, params in zip(optimizer.param_groups, lent, strict=True):
             param_group["params"] = params

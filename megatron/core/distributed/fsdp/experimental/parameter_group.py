@@ -7,6 +7,7 @@ Its verbs (unshard, reshard, reduce, sync) say what happens to the data. When, a
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,9 @@ from .policy import MixedPrecisionPolicy, Placements
 
 GradientReduction = Literal["average", "sum"]
 """What gradients of different ranks become: their mean, or their sum (for losses that are sums)."""
+
+_REFERENCES_OF_OURS = 3
+"""What sys.getrefcount says of a gradient that only the group holds: its list, the loop variable, the argument."""
 
 _RUNTIME_ATTRIBUTES = frozenset({"main_grad", "_fsdp_group", "_fsdp_unit"})
 
@@ -90,6 +94,7 @@ class FsdpParameterGroup:
         sharded_parameters: what the module holds at rest: DTensors over `main_weight`.
         unsharded_parameters: what the module holds while it computes: views of `full_weight`.
         has_final_gradients: False after a microbatch that was not the last; set by the schedule.
+        num_steps: optimizer steps that the main weights have taken.
     """
 
     def __init__(self, parameters: Sequence[OwnedParameter], options: GroupOptions, unit: str, index: int) -> None:
@@ -103,6 +108,8 @@ class FsdpParameterGroup:
         self._options = options
         self._is_stale = True
         self.has_final_gradients = True
+        self.num_steps = 0
+        self._assigned_gradients: list[Any] = []
         compute_dtype = first.dtype
         main_dtype = _main_dtype(first, policy)
         originals = [owned.parameter for owned in parameters]
@@ -269,8 +276,9 @@ class FsdpParameterGroup:
         """Tell an observer that compute reads the gathered weights now."""
         report_access(operation, reads=(self.full_weight.name,))
 
-    def report_step(self) -> None:
-        """Tell an observer that an optimizer reads main gradients and writes main weights now."""
+    def begin_step(self) -> None:
+        """Note that an optimizer reads main gradients and writes main weights now."""
+        self.num_steps += 1
         if self.main_grad is not None:
             report_access("step", reads=(self.main_grad.name,), writes=(self.main_weight.name,))
 
@@ -325,6 +333,7 @@ class FsdpParameterGroup:
         """Free the packed gradients once they have been reduced."""
         assert self.full_grad is not None
         self.full_grad.release()
+        self._assigned_gradients.clear()
 
     def _prepare_accumulation(self) -> bool:
         """Bring `main_grad` in line with every parameter's ``.grad``; return whether none has a gradient yet.
@@ -335,7 +344,11 @@ class FsdpParameterGroup:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             current = [parameter.grad for parameter in self.sharded_parameters]
             if all(grad is None for grad in current):
+                if any(sys.getrefcount(own) > _REFERENCES_OF_OURS for own in self._gradients):
+                    self._renew_gradients()
                 return True
+            # What the user has put there is read on this stream: keep it until the reduction is over.
+            self._assigned_gradients = [grad for grad in current if grad is not None]
             for grad, own in zip(current, self._gradients, strict=True):
                 if grad is None:
                     own._local_tensor.zero_()
@@ -348,6 +361,18 @@ class FsdpParameterGroup:
                         )
                     own._local_tensor.copy_(grad._local_tensor.view_as(own._local_tensor))
         return False
+
+    def _renew_gradients(self) -> None:
+        """Leave gradients that somebody still holds as they are, and go on with new ones."""
+        assert self.main_grad is not None
+        old = self.main_grad
+        self.main_grad = DBuffer(
+            old.layout, old.mesh, old.placements, dtype=old.dtype, device=old.local.device, name=old.name
+        )
+        self._gradients = [
+            shard_dtensor(piece, own.geometry)
+            for piece, own in zip(self.main_grad.pieces, self._gradients, strict=True)
+        ]
 
     def _install_gradients(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():

@@ -70,7 +70,7 @@ class FsdpContext:
         self._registered: IndexedOrder[Unit] = IndexedOrder()
         self.is_implicit = False
         self._is_finalized = False
-        self._backward_tasks: set[int] = set()
+        self._backward_tasks: dict[int, weakref.ref[_PostBackward]] = {}
         self._reductions: deque[_Reduction] = deque()
 
     # --- construction ---------------------------------------------------------------------------------------------
@@ -137,9 +137,23 @@ class FsdpContext:
         return current_stream(self.device)
 
     def recover(self) -> None:
-        """Bring all units to rest if an exception has cut a backward short; called before a forward."""
-        if self._backward_tasks:
-            self._abandon_backward()
+        """Bring units to rest whose backward an exception has cut short; called before a forward or a backward.
+
+        The engine drops the callback of a backward that failed, so that a task whose callback is gone is dead.
+        """
+        if all(callback() is not None for callback in self._backward_tasks.values()):
+            return
+        self._backward_tasks = {task: ref for task, ref in self._backward_tasks.items() if ref() is not None}
+        for unit in self.backward_order:
+            if unit.is_in_backward() and unit.backward_task not in self._backward_tasks:
+                unit._fsdp_abandon_backward()
+        self._finish_reductions()
+
+    def abandon_forward(self, root: Unit) -> None:
+        """Bring units to rest whose forward was interrupted where torch runs no hooks, e.g. by a KeyboardInterrupt."""
+        for unit in self.forward_order:
+            if unit._fsdp_root() is root and not unit.is_resting():
+                unit._fsdp_abandon_backward()
 
     def enter_forward(self) -> None:
         """Count a unit into forward."""
@@ -239,8 +253,10 @@ class FsdpContext:
         """
         task = current_backward()
         if task not in self._backward_tasks:
-            self._backward_tasks.add(task)
-            _engine.queue_callback(_PostBackward(weakref.ref(self), task))
+            self.recover()
+            callback = _PostBackward(weakref.ref(self), task)
+            self._backward_tasks[task] = weakref.ref(callback)
+            _engine.queue_callback(callback)
 
     def post_backward(self, task: int | None = None) -> None:
         """Close what a backward left open; at the end of the outermost one let compute see the reduced gradients.
@@ -251,7 +267,10 @@ class FsdpContext:
         Raises:
             RuntimeError: a unit is not at rest afterwards.
         """
-        self._backward_tasks -= {task} if task is not None else set(self._backward_tasks)
+        if task is None:
+            self._backward_tasks.clear()
+        else:
+            self._backward_tasks.pop(task, None)
         for unit in self.backward_order:
             if unit.is_in_backward() and (task is None or unit.backward_task == task):
                 unit._fsdp_close_backward()
@@ -268,14 +287,6 @@ class FsdpContext:
                 f"end of backward: expected every unit at rest, got units {active} still computing. "
                 "Report this with the model's structure."
             )
-
-    def _abandon_backward(self) -> None:
-        """Bring all units to rest after a backward that an exception cut short, so that training can go on."""
-        self._backward_tasks.clear()
-        for unit in self.backward_order:
-            if unit.is_in_backward():
-                unit._fsdp_abandon_backward()
-        self._finish_reductions()
 
     def _finish_reductions(self) -> None:
         # The optimizer reads main gradients.
