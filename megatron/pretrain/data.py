@@ -48,6 +48,8 @@ class TokenIds:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size + 1
         self.eod = vocab_size
+        # megatron-core's own, -1, would replace a damaged token by 0 and leave it out of the loss.
+        self.pad = -(2**63)
         self.unique_identifiers = {"class": type(self).__name__, "vocab_size": self.vocab_size}
 
 
@@ -216,15 +218,29 @@ def _iterate(dataset: Any, num_samples: int, args: argparse.Namespace) -> Iterat
         generator=torch.Generator().manual_seed(args.seed),
     )
     for batch in loader:
-        largest = int(torch.max(batch["tokens"].max(), batch["labels"].max()))
-        if largest > args.vocab_size:
-            raise ValueError(
-                f"Data: expected token ids up to {args.vocab_size} (the end of a document), got "
-                f"{largest} for "
-                "--vocab-size. Give the vocabulary size of the tokenizer that made the data."
-            )
+        check_token_ids(batch, args.vocab_size)
         device = torch.cuda.current_device()
         yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def check_token_ids(batch: Batch, vocab_size: int) -> None:
+    """Check that every token id is in the vocabulary; called on each microbatch before it leaves the CPU.
+
+    Raises:
+        ValueError: One is negative or above the end-of-document id.
+    """
+    extremes = [tensor.aminmax() for tensor in (batch["tokens"], batch["labels"])]
+    smallest, largest = min(int(e.min) for e in extremes), max(int(e.max) for e in extremes)
+    if smallest < 0:
+        raise ValueError(
+            f"Data: expected token ids >= 0, got {smallest} for --vocab-size. "
+            "The data is damaged or holds no token ids: build it again."
+        )
+    if largest > vocab_size:
+        raise ValueError(
+            f"Data: expected token ids up to {vocab_size} (the end of a document), got {largest} for "
+            "--vocab-size. Give the vocabulary size of the tokenizer that made the data."
+        )
 
 
 def microbatch_indices(num_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[list[int]]:

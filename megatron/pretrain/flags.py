@@ -385,4 +385,4 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="iterations between TensorBoard points",
     )
-    add("--plot", metavar="PATH", help="draw the loss curve into this PNG at the end")
+    add("--plot", metavar="PATH", help="draw the loss curve into this .png, .pdf or .svg at the end")

@@ -10,6 +10,9 @@ Layout of .idx (little-endian): 9 bytes magic, version u64 = 1, dtype code u8, s
 documents u64 (the number of document boundaries), then per sequence its length i32, per sequence
 its byte offset i64, per boundary its sequence index i64, and in multimodal files one mode byte per
 sequence.
+
+Worked example, lengths 3, 4, 5 of 2-byte tokens: byte offsets 0, 6, 14, and .bin holds 24 bytes. Boundaries 0, 1, 3 are
+two documents, of one sequence and of two.
 """
 
 import os
@@ -68,21 +71,39 @@ def check_indexed_files(prefix: str, flag: str) -> IndexedFiles:
     boundaries = body[num_sequences * 12 : num_sequences * 12 + num_boundaries * 8].view(np.int64)
     if lengths.min() < 0:
         _fail(prefix, ".idx", "lengths >= 0", f"length {lengths.min()}", flag)
-    if num_boundaries == 0 or boundaries[-1] != num_sequences:
-        last = boundaries[-1] if num_boundaries else "none"
-        _fail(prefix, ".idx", f"{num_sequences} as the last document boundary", f"{last}", flag)
-    item_bytes = DType.size(int(code))
-    ends = offsets + lengths.astype(np.int64) * item_bytes
-    found_bytes = os.path.getsize(f"{prefix}.bin")
-    if offsets.min() < 0 or ends.max() > found_bytes:
-        _fail(
-            prefix,
-            ".bin",
-            f"at least {ends.max()} bytes for the sequences in .idx",
-            f"{found_bytes} bytes",
-            flag,
-        )
+    _check_boundaries(boundaries, num_sequences, prefix, flag)
+    _check_offsets(offsets, lengths, DType.size(int(code)), prefix, flag)
     return IndexedFiles(prefix, np.array(lengths))
+
+
+def _check_boundaries(boundaries: npt.NDArray[np.int64], num_sequences: int, prefix: str, flag: str) -> None:
+    first, last = (boundaries[0], boundaries[-1]) if len(boundaries) else ("none", "none")
+    if first != 0:
+        _fail(prefix, ".idx", "0 as the first document boundary", f"{first}", flag)
+    if last != num_sequences:
+        _fail(prefix, ".idx", f"{num_sequences} as the last document boundary", f"{last}", flag)
+    # Neighbours are compared, not subtracted: a difference may not fit into 64 bits.
+    falls = np.flatnonzero(boundaries[1:] < boundaries[:-1])
+    if len(falls):
+        before, after = boundaries[falls[0] : falls[0] + 2]
+        _fail(prefix, ".idx", "document boundaries that never fall", f"{after} after {before}", flag)
+
+
+def _check_offsets(
+    offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32], item_bytes: int, prefix: str, flag: str
+) -> None:
+    """Compare with the file size first: then no offset up to the end can exceed 64 bits."""
+    total_bytes = int(lengths.sum(dtype=np.int64)) * item_bytes
+    found_bytes = os.path.getsize(f"{prefix}.bin")
+    if found_bytes != total_bytes:
+        _fail(prefix, ".bin", f"{total_bytes} bytes for the sequences in .idx", f"{found_bytes} bytes", flag)
+    expected = np.zeros(len(lengths), dtype=np.int64)
+    np.cumsum(lengths[:-1], dtype=np.int64, out=expected[1:])
+    expected *= item_bytes
+    moved = np.flatnonzero(offsets != expected)
+    if len(moved):
+        index = moved[0]
+        _fail(prefix, ".idx", f"byte offset {expected[index]} of sequence {index}", f"{offsets[index]}", flag)
 
 
 def _read_header(prefix: str, flag: str) -> tuple[bytes, int, int, int, int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.launcher import Place, find_place, start_process_groups
+from megatron.pretrain.outputs import check_outputs
 from megatron.pretrain.requirements import DDP_FLAGS, FSDP_V2_FLAGS
 from megatron.pretrain.validation import validate
 
@@ -37,6 +38,7 @@ def read_command(argv: Sequence[str], environment: Mapping[str, str]) -> Command
     place = find_place(environment)
     args = parse_arguments(argv)
     validate(args, place.world_size)
+    check_outputs(args)
     return Command(tuple(argv), args, place)
 
 

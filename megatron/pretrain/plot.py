@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the loss curve of a run into a PNG; it knows nothing of other runs."""
+"""Draws the loss curve of a run into a picture; it knows nothing of other runs."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def draw_loss_curve(history: History, path: str, title: str) -> None:
 
     Args:
         history: What the log collected.
-        path: PNG to write; missing folders are made.
+        path: .png, .pdf or .svg to write; missing folders are made.
         title: Above the curve.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -153,6 +153,16 @@ def test_a_token_outside_the_vocabulary_is_refused(folder: Path) -> None:
     assert re.search(r"expected token ids up to 20 .* got \d+ for --vocab-size", run.stderr)
 
 
+def test_a_negative_token_is_refused(folder: Path) -> None:
+    builder = IndexedDatasetBuilder(f"{folder / 'negative'}.bin", dtype=np.int32)
+    builder.add_document(np.full(500, -1, dtype=np.int32), [500])
+    builder.finalize(f"{folder / 'negative'}.idx")
+    flags = (*SMALL, "--data-path", str(folder / "negative"), "--vocab-size", "20", "--split", "1")
+    (run,) = launch_ranks_apart((*flags, "--eval-iters", "0", "--train-iters", "1"), 1)
+    assert run.returncode != 0
+    assert "expected token ids >= 0, got -1 for --vocab-size" in run.stderr
+
+
 def test_a_loss_that_is_no_number_ends_the_run() -> None:
     (run,) = launch_ranks_apart((*SMALL, "--eval-iters", "0", "--lr", "1e30"), 1)
     assert run.returncode != 0

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.pretrain.arguments import parse_arguments
-from megatron.pretrain.data import check_data, microbatch_indices
+from megatron.pretrain.data import check_data, check_token_ids, microbatch_indices
 from megatron.pretrain.indexed_files import check_indexed_files
 from megatron.pretrain.validation import validate
 
@@ -58,8 +59,26 @@ def test_a_missing_file_is_refused(prefix: str, suffix: str) -> None:
         (18, struct.pack("<Q", 21), "expected 454 bytes for 21 sequences, got 442 bytes"),
         (26, struct.pack("<Q", 2**40), r"expected \d+ bytes for 20 sequences, got 442 bytes"),
         (34, struct.pack("<i", -1), "expected lengths >= 0, got length -1"),
-        (114, struct.pack("<q", -2), "expected at least 158 bytes .* got 158 bytes"),
-        (34 + 19 * 4, struct.pack("<i", 5), "expected at least 160 bytes .* got 158 bytes"),
+        (17, b"\x04", "expected 316 bytes for the sequences in .idx, got 158 bytes"),
+        (34 + 19 * 4, struct.pack("<i", 5), "expected 160 bytes .* got 158 bytes"),
+        (34 + 19 * 4, struct.pack("<i", 2), "expected 154 bytes .* got 158 bytes"),
+        (34, struct.pack("<ii", 4, 3), "expected byte offset 8 of sequence 1, got 6"),
+        (114, struct.pack("<q", -2), "expected byte offset 0 of sequence 0, got -2"),
+        (114 + 8, struct.pack("<q", 8), "expected byte offset 6 of sequence 1, got 8"),
+        (
+            114 + 19 * 8,
+            struct.pack("<q", 2**63 - 1),
+            "expected byte offset 150 of sequence 19, got 9223372036854775807",
+        ),
+        (274, struct.pack("<q", 9), "expected 0 as the first document boundary, got 9"),
+        (274, struct.pack("<q", -1), "expected 0 as the first document boundary, got -1"),
+        (274 + 8, struct.pack("<q", 9), "expected document boundaries that never fall, got 2 after 9"),
+        (274 + 16, struct.pack("<q", -3), "expected document boundaries that never fall, got -3 after 1"),
+        (
+            274 + 16,
+            struct.pack("<q", -(2**63)),
+            "expected document boundaries that never fall, got -9223372036854775808",
+        ),
         (274 + 20 * 8, struct.pack("<q", 7), "expected 20 as the last document boundary, got 7"),
     ],
 )
@@ -70,6 +89,43 @@ def test_a_damaged_index_is_refused(prefix: str, offset: int, patch: bytes, mess
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"Data: {message} .* for --data-path. The file is damaged"):
         check_indexed_files(prefix, "--data-path")
+
+
+def test_an_index_without_boundaries_is_refused(prefix: str) -> None:
+    path = Path(f"{prefix}.idx")
+    content = bytearray(path.read_bytes()[:274])
+    content[26:34] = struct.pack("<Q", 0)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="expected 0 as the first document boundary, got none"):
+        check_indexed_files(prefix, "--data-path")
+
+
+def test_the_documented_example_of_an_index(tmp_path: Path) -> None:
+    path = str(tmp_path / "example")
+    builder = IndexedDatasetBuilder(f"{path}.bin", dtype=np.uint16)
+    builder.add_document(np.arange(3, dtype=np.uint16), [3])
+    builder.add_document(np.arange(9, dtype=np.uint16), [4, 5])
+    builder.finalize(f"{path}.idx")
+    assert check_indexed_files(path, "--data-path").sequence_lengths.tolist() == [3, 4, 5]
+    index = Path(f"{path}.idx").read_bytes()
+    assert struct.unpack("<6q", index[34 + 3 * 4 :]) == (0, 6, 14, 0, 1, 3)
+    assert Path(f"{path}.bin").stat().st_size == 24
+
+
+@pytest.mark.parametrize("name", ["tokens", "labels"])
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        (-1, r"expected token ids >= 0, got -1 for --vocab-size\. The data"),
+        (6, r"expected token ids up to 5 \(the end of a document\), got 6 for --vocab-size\. Give"),
+    ],
+)
+def test_a_token_outside_the_vocabulary_is_refused(name: str, token: int, message: str) -> None:
+    batch = {"tokens": torch.tensor([[0, 3]]), "labels": torch.tensor([[3, 5]])}
+    check_token_ids(batch, 5)
+    batch[name][0, 1] = token
+    with pytest.raises(ValueError, match=f"Data: {message}"):
+        check_token_ids(batch, 5)
 
 
 @pytest.mark.parametrize(("size", "found"), [(0, "b''"), (20, "20 bytes"), (441, "441 bytes")])
@@ -83,7 +139,7 @@ def test_a_cut_index_is_refused(prefix: str, size: int, found: str) -> None:
 def test_a_cut_data_file_is_refused(prefix: str) -> None:
     path = Path(f"{prefix}.bin")
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"expected at least 158 bytes .* got 157 bytes in .*\.bin"):
+    with pytest.raises(ValueError, match=r"expected 158 bytes .* got 157 bytes in .*\.bin"):
         check_indexed_files(prefix, "--data-path")
 
 

@@ -6,9 +6,10 @@ It knows autograd and nothing of sharding: a unit is whatever has the two callba
 
 [Note: when a unit's backward ends]
 That all parameters have their gradients does not mean that their values are no longer needed: in ``w(x) + b(a(x))``
-with a frozen w, the gradients of a and b are there before w is read for the gradient of x. A unit has done with its
-weights when, besides, the gradients of the inputs that need one are known and the units inside have done with theirs,
-since every operation of its backward leads to a parameter, to an input, or to a unit inside.
+with a frozen w, the gradients of a and b are there before w is read for the gradient of x. A unit has done when the
+gradients of the inputs that need one are known and the units inside have done: autograd runs what was recorded last
+first, so that it comes to the producer of an input only after all operations of the unit that can run. Parameters that
+were not used have no gradient then and get none.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ class FsdpModule:
         calls = self._fsdp_active_calls
         if self._fsdp_phase is not UnitPhase.BACKWARD or any(call.is_waiting for call in calls):
             return
-        if not all(call.tells_by_inputs for call in calls):
+        if not calls or not all(call.tells_by_inputs for call in calls):
             has_all = self._fsdp_has_all_gradients and not self._fsdp_countdown.has_begun
             is_plain = not self._fsdp_has_inner_units and all(group.requires_grad for group in self._fsdp_groups)
             if not has_all or not (is_plain or all(call.inner_calls for call in calls)):
