@@ -28,14 +28,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         add_group(parser)
 
 
-def _integer(at_least: int) -> Callable[[str], int]:
+def _integer(at_least: int, at_most: int | None = None) -> Callable[[str], int]:
+    bounds = f">= {at_least}" if at_most is None else f"in [{at_least}, {at_most}]"
+
     def convert(word: str) -> int:
         try:
             value = int(word)
         except ValueError:
             value = None
-        if value is None or value < at_least:
-            raise argparse.ArgumentTypeError(f"expected an integer >= {at_least}, got {word!r}")
+        if value is None or value < at_least or (at_most is not None and value > at_most):
+            raise argparse.ArgumentTypeError(f"expected an integer {bounds}, got {word!r}")
         return value
 
     return convert
@@ -56,6 +58,17 @@ def _number(at_least: float, at_most: float = float("inf")) -> Callable[[str], f
     return convert
 
 
+def _decay(word: str) -> float:
+    """Convert the decay of a moment: with 1 it would never take in a gradient."""
+    try:
+        value = float(word)
+    except ValueError:
+        value = float("nan")
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number in [0, 1), got {word!r}")
+    return value
+
+
 def _one_of(*names: str) -> Callable[[str], str]:
     def convert(word: str) -> str:
         if word not in names:
@@ -69,6 +82,7 @@ _count = _integer(1)
 _index = _integer(0)
 _positive = _number(0.0)
 _probability = _number(0.0, 1.0)
+_seed = _integer(1, 2**32 - 1)  # What NumPy's generators take.
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -207,7 +221,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--eval-interval", type=_count, default=1000, help="iterations between validations")
     add("--eval-iters", type=_index, default=10, help="global batches per validation; 0 for none")
     add("--log-interval", type=_count, default=10, help="iterations between log lines")
-    add("--seed", type=_count, default=1234, help="seed of weights, dropout and data order")
+    add("--seed", type=_seed, default=1234, help="seed of weights, dropout and data order")
     add(
         "--calculate-per-token-loss",
         action="store_true",
@@ -244,8 +258,8 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         default="adam",
         help="adam (decoupled weight decay) or sgd",
     )
-    add("--adam-beta1", type=_probability, default=0.9, help="decay of the first moment")
-    add("--adam-beta2", type=_probability, default=0.999, help="decay of the second moment")
+    add("--adam-beta1", type=_decay, default=0.9, help="decay of the first moment")
+    add("--adam-beta2", type=_decay, default=0.999, help="decay of the second moment")
     add("--adam-eps", type=_positive, default=1e-08, help="added to the root of the second moment")
     add("--sgd-momentum", type=_probability, default=0.9, help="momentum of sgd")
     add(
@@ -318,7 +332,7 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         "--data-parallel-sharding-strategy",
         type=_one_of(*SHARDING_STRATEGIES),
         default="optim_grads_params",
-        help="what Megatron-FSDP v2 shards",
+        help="what Megatron-FSDP v2 shards; only optim_grads_params for now",
     )
     add(
         "--megatron-fsdp-main-params-dtype",

@@ -22,10 +22,11 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
 
     Raises:
         ValueError: Two values do not fit together, or a flag would do nothing.
-        NotImplementedError: A parallelism other than data parallelism.
+        NotImplementedError: A parallelism other than data parallelism, or a sharding other than ZeRO-3.
     """
     check_requirements(args)
     _check_parallelism(args)
+    _check_fsdp(args)
     _complete_model(args)
     _complete_data(args)
     _complete_batch(args, world_size)
@@ -45,6 +46,37 @@ def _check_parallelism(args: argparse.Namespace) -> None:
             raise NotImplementedError(
                 f"Parallelism: expected 1, got {size} for {flag}. Drop it: all ranks train data-parallel for now."
             )
+
+
+def _check_fsdp(args: argparse.Namespace) -> None:
+    """Check the dtypes of Megatron-FSDP v2 against those of the model and of the reduction."""
+    if not args.use_megatron_fsdp_v2:
+        return
+    strategy = args.data_parallel_sharding_strategy
+    if strategy != "optim_grads_params":
+        raise NotImplementedError(
+            f"Sharding: expected optim_grads_params, got {strategy} for --data-parallel-sharding-strategy. "
+            "Drop the flag: other strategies are not offered yet."
+        )
+    main_params, compute = args.megatron_fsdp_main_params_dtype, "bf16" if args.bf16 else "fp32"
+    allowed = ("fp32", "bf16", "auto") if args.bf16 else ("fp32", "auto")
+    if main_params not in allowed:
+        _fail(
+            "Master weights",
+            f"one of {', '.join(allowed)} (no narrower than the {compute} of the model)",
+            main_params,
+            "--megatron-fsdp-main-params-dtype",
+            "Drop the flag" if args.bf16 else "Drop the flag, or add --bf16",
+        )
+    main_grads = args.megatron_fsdp_main_grads_dtype
+    if not args.grad_reduce_in_bf16 and main_grads not in ("fp32", "auto"):
+        _fail(
+            "Gradients",
+            "fp32 or auto without --grad-reduce-in-bf16",
+            main_grads,
+            "--megatron-fsdp-main-grads-dtype",
+            "Add --grad-reduce-in-bf16" if args.bf16 else "Drop the flag, or add --bf16 --grad-reduce-in-bf16",
+        )
 
 
 def _complete_model(args: argparse.Namespace) -> None:
@@ -199,6 +231,14 @@ def _complete_schedules(args: argparse.Namespace) -> None:
             "none",
             "--lr-wsd-decay-iters",
             "Add it",
+        )
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters > args.lr_decay_iters - warmup:
+        _fail(
+            "Learning rate",
+            f"at most {args.lr_decay_iters - warmup:g} (--lr-decay-iters {args.lr_decay_iters} less the warm-up)",
+            str(args.lr_wsd_decay_iters),
+            "--lr-wsd-decay-iters",
+            "Shorten the last phase of WSD or raise --lr-decay-iters",
         )
     if args.weight_decay_incr_style == "constant":
         args.start_weight_decay = args.end_weight_decay = args.weight_decay

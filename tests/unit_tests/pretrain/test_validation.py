@@ -62,6 +62,12 @@ def test_the_vocabulary_holds_the_end_of_document_and_is_padded() -> None:
         ("--lr 1e-3 --min-lr 1e-2", "at most --lr 0.001, got 0.01 for --min-lr"),
         ("--lr 1e-3 --lr-warmup-init 1", "at most --lr 0.001, got 1 for --lr-warmup-init"),
         ("--lr-decay-style WSD", "the length of the last phase of WSD, got none for --lr-wsd-decay-iters"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 101", r"at most 100 \(--lr-decay-iters 100 less .* got 101 for"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 91 --lr-warmup-iters 10", "at most 90 .* got 91 for --lr-wsd"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-decay-iters 9 --lr-warmup-fraction 0.5", "at most 4.5 .* 9"),
+        ("--use-megatron-fsdp-v2 --megatron-fsdp-main-params-dtype bf16", "one of fp32, auto .* got bf16 for --mega"),
+        ("--use-megatron-fsdp-v2 --megatron-fsdp-main-params-dtype fp16 --bf16", "one of fp32, bf16, auto .* got fp16"),
+        ("--use-megatron-fsdp-v2 --megatron-fsdp-main-grads-dtype bf16", "fp32 or auto .* or add --bf16 --grad-r"),
         ("--weight-decay-incr-style linear", "a start and an end, got at most one for --weight-decay-incr"),
         ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0", "at least --st.* 1, got 0"),
         ("--recompute-granularity full", "uniform or block, got none for --recompute-method"),
@@ -79,6 +85,22 @@ def test_other_parallelisms_are_a_known_limit(name: str) -> None:
     assert checked(f"--{name}-parallel-size 1")
     with pytest.raises(NotImplementedError, match=f"expected 1, got 2 for --{name}-parallel-size"):
         checked(f"--{name}-parallel-size 2")
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_narrow_main_gradients_name_the_cure(name: str) -> None:
+    line = f"--use-megatron-fsdp-v2 --bf16 --megatron-fsdp-main-grads-dtype {name}"
+    cure = f"got {name} for --megatron-fsdp-main-grads-dtype. Add --grad-reduce-in-bf16."
+    with pytest.raises(ValueError, match=f"^Gradients: expected fp32 or auto .*, {cure}$"):
+        checked(line)
+    assert checked(f"{line} --grad-reduce-in-bf16")
+
+
+@pytest.mark.parametrize("name", ["no_shard", "optim", "optim_grads"])
+def test_other_sharding_strategies_are_a_known_limit(name: str) -> None:
+    message = f"^Sharding: expected optim_grads_params, got {name} for --data-parallel-sharding-strategy. Drop the flag"
+    with pytest.raises(NotImplementedError, match=message):
+        checked(f"--use-megatron-fsdp-v2 --data-parallel-sharding-strategy {name}")
 
 
 IDLE = [
@@ -143,6 +165,10 @@ def test_every_flag_of_the_table_is_tried() -> None:
         "--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style linear",
         "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 1",
         "--use-megatron-fsdp-v2 --megatron-fsdp-main-params-dtype fp32 --bf16",
+        "--use-megatron-fsdp-v2 --megatron-fsdp-main-params-dtype bf16 --bf16",
+        "--use-megatron-fsdp-v2 --megatron-fsdp-main-params-dtype auto --megatron-fsdp-main-grads-dtype fp32",
+        "--use-megatron-fsdp-v2 --data-parallel-sharding-strategy optim_grads_params",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 90 --lr-warmup-iters 10",
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "--optimizer sgd --sgd-momentum 0.5",
     ],
