@@ -25,22 +25,22 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         One attribute per flag, and ``given``: the set of the flags written on the command line.
 
     Raises:
-        ValueError: For an unknown flag, with the nearest known one, a refused flag, with the
-            reason, or a word that is no value for its flag.
+        ValueError: For unknown flags, with the nearest known one, and refused flags, with the
+            reason, all at once; or a word that is no value for its flag.
     """
     parser = _build_parser()
     known = sorted(parser._option_string_actions)
-    for word in argv:
-        flag = word.split("=", 1)[0]
-        if flag.startswith("--") and flag not in known:
-            raise ValueError(_explain_unknown(flag, known))
+    flags = [word.split("=", 1)[0] for word in argv if word.startswith("--")]
+    unknown = dict.fromkeys(flag for flag in flags if flag not in known)
+    if unknown:
+        raise ValueError("\n".join(_explain_unknown(flag, known) for flag in unknown))
     args, rest = parser.parse_known_args(argv)
     if rest:
         raise ValueError(
             f"Command line: expected flags that start with --, got {rest[0]!r} for no flag. "
             "Put a flag before the value or remove it."
         )
-    args.given = {word.split("=", 1)[0] for word in argv if word.startswith("--")}
+    args.given = set(flags)
     return args
 
 

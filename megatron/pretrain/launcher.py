@@ -17,22 +17,24 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among all processes of the run."""
+    """Where this process stands among all processes of the run, and how many of them share its node."""
 
     rank: int
     world_size: int
     local_rank: int
     is_launched: bool
+    local_world_size: int = 1
 
 
 def find_place(environment: Mapping[str, str]) -> Place:
-    """Read RANK, WORLD_SIZE and LOCAL_RANK.
+    """Read RANK, WORLD_SIZE and LOCAL_RANK, and LOCAL_WORLD_SIZE, which without torchrun may be missing.
 
     Args:
         environment: Usually ``os.environ``.
 
     Returns:
-        Rank 0 of 1 when none of the three is set.
+        Rank 0 of 1 when none of the first three is set. Without LOCAL_WORLD_SIZE all ranks count as
+        ranks of one node.
 
     Raises:
         ValueError: One of them is missing, no integer, or out of range.
@@ -41,7 +43,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
     if not any(name in environment for name in names):
         return Place(rank=0, world_size=1, local_rank=0, is_launched=False)
     values: dict[str, int] = {}
-    for name in names:
+    for name in (*names, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else names:
         word = environment.get(name)
         if word is None or not word.isdecimal():
             raise ValueError(
@@ -57,7 +59,13 @@ def find_place(environment: Mapping[str, str]) -> Place:
             f"{values['RANK']} for the "
             "environment variable RANK. Start with torchrun, or correct the two."
         )
-    return Place(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], is_launched=True)
+    return Place(
+        values["RANK"],
+        values["WORLD_SIZE"],
+        values["LOCAL_RANK"],
+        is_launched=True,
+        local_world_size=values.get("LOCAL_WORLD_SIZE", values["WORLD_SIZE"]),
+    )
 
 
 def start_process_groups(args: argparse.Namespace, place: Place) -> None:

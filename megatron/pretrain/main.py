@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.launcher import Place, find_place, start_process_groups
 from megatron.pretrain.outputs import check_outputs
-from megatron.pretrain.requirements import DDP_FLAGS, FSDP_V2_FLAGS
+from megatron.pretrain.requirements import DDP_FLAGS, FSDP_V2_FLAGS, OUTPUT_FLAGS
 from megatron.pretrain.validation import validate
 
 
@@ -86,14 +86,17 @@ def stop_process_groups() -> None:
 
 
 def suggest_next(command: Command) -> str:
-    """Return the command that trains the same model with the other data-parallel wrapper."""
+    """Return the command that trains the same model with the other data-parallel wrapper.
+
+    It names no output, so that following it overwrites nothing. On several nodes it is the command of one of them.
+    """
     is_v2 = command.args.use_megatron_fsdp_v2
-    words = _without(command.words, FSDP_V2_FLAGS if is_v2 else DDP_FLAGS)
+    words = _without(command.words, (*OUTPUT_FLAGS, *(FSDP_V2_FLAGS if is_v2 else DDP_FLAGS)))
     if not is_v2:
         words.insert(0, "--use-megatron-fsdp-v2")
     launcher = ["python"]
     if command.place.is_launched:
-        launcher = ["torchrun", "--nproc_per_node", str(command.place.world_size)]
+        launcher = ["torchrun", "--nproc_per_node", str(command.place.local_world_size)]
     return shlex.join([*launcher, "pretrain_gpt.py", *words])
 
 

@@ -12,6 +12,14 @@ _TOKENS = "The data holds token ids already: drop the flag and give their number
 _FP16 = "Half precision with loss scaling is not offered: use --bf16, or neither for fp32."
 _FSDP_V1 = "This script trains with --use-megatron-fsdp-v2, or without it with megatron-core's DDP."
 _SAMPLES = "Training is counted in iterations: give --train-iters and --lr-decay-iters."
+_ITERATIONS = "The run ends after --train-iters: give that instead."
+_ONE_LR = "One learning rate serves all layers: give --lr and --min-lr."
+_FP8 = "The precisions are fp32 and --bf16: drop the flag."
+_ROPE_SCALING = "Rotary frequencies follow from --rotary-base and --rotary-percent alone: drop the flag."
+_PIPELINE = "Pipeline parallelism is not offered yet: drop the flag."
+_GARBAGE = "Python's garbage collector runs by itself: drop the flag."
+_PROFILE = "The script does not profile itself: drop the flag, and start it under a profiler."
+_WANDB = "Curves go to --tensorboard-dir, --log-json and --plot: give one of these instead."
 _DEFAULT = "It is what this script does anyway: drop the flag."
 
 REFUSED_FLAGS: dict[str, str] = {
@@ -22,6 +30,10 @@ REFUSED_FLAGS: dict[str, str] = {
             "--save-interval",
             "--ckpt-format",
             "--finetune",
+            "--use-checkpoint-args",
+            "--use-checkpoint-opt_param-scheduler",
+            "--override-opt_param-scheduler",
+            "--exit-on-missing-checkpoint",
             "--no-load-optim",
             "--no-load-rng",
         ),
@@ -40,6 +52,8 @@ REFUSED_FLAGS: dict[str, str] = {
             "--no-gradient-accumulation-fusion",
             "--attention-softmax-in-fp32",
             "--apply-layernorm-1p",
+            "--cross-entropy-loss-fusion",
+            "--cross-entropy-fusion-impl",
         ),
         _KERNELS,
     ),
@@ -63,6 +77,27 @@ REFUSED_FLAGS: dict[str, str] = {
         ),
         _DEFAULT,
     ),
+    **dict.fromkeys(("--exit-interval", "--exit-duration-in-mins"), _ITERATIONS),
+    **dict.fromkeys(("--decoupled-lr", "--decoupled-min-lr"), _ONE_LR),
+    **dict.fromkeys(("--fp8-format", "--fp8-recipe"), _FP8),
+    **dict.fromkeys(("--use-rope-scaling", "--rope-scaling-factor"), _ROPE_SCALING),
+    **dict.fromkeys(
+        (
+            "--num-layers-per-virtual-pipeline-stage",
+            "--num-virtual-stages-per-pipeline-rank",
+        ),
+        _PIPELINE,
+    ),
+    **dict.fromkeys(("--manual-gc", "--manual-gc-interval", "--manual-gc-eval"), _GARBAGE),
+    **dict.fromkeys(("--profile", "--profile-step-start", "--profile-step-end", "--use-pytorch-profiler"), _PROFILE),
+    **dict.fromkeys(("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"), _WANDB),
+    "--recompute-activations": "Write --recompute-granularity selective.",
+    "--no-position-embedding": "Write --position-embedding-type none.",
+    "--log-throughput": "--log-json records tokens_per_s: give that instead.",
+    "--init-model-with-meta-device": "The model is built on its device: drop the flag.",
+    "--dataloader-type": "Samples are read in the datasets' order, shuffled by --seed: drop the flag.",
+    "--empty-unused-memory-level": "The allocator's cache is never emptied: drop the flag.",
+    "--squared-relu": "The MLP has GELU, or gated SiLU with --swiglu: drop the flag or write that.",
     "--num-experts": "Mixture-of-experts models are not offered yet: drop the flag.",
     "--sequence-parallel": "It comes with tensor parallelism, which is not offered yet: drop it.",
     "--rampup-batch-size": "The global batch size is constant: give --global-batch-size instead.",

@@ -23,6 +23,7 @@ DDP_FLAGS = (
     "--ddp-bucket-size",
     "--ddp-average-in-collective",
 )
+OUTPUT_FLAGS = ("--plot", "--log-json", "--tensorboard-dir", "--tensorboard-log-interval")
 _ADAM_FLAGS = ("--adam-beta1", "--adam-beta2", "--adam-eps")
 _WSD_FLAGS = ("--lr-wsd-decay-style", "--lr-wsd-decay-iters")
 _FULL_RECOMPUTE_FLAGS = ("--recompute-method", "--recompute-num-layers")

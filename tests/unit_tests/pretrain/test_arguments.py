@@ -50,6 +50,40 @@ def test_a_refused_flag_says_what_to_do(flag: str) -> None:
     assert flag not in _build_parser()._option_string_actions
 
 
+def test_all_bad_flags_are_listed_at_once() -> None:
+    with pytest.raises(ValueError, match="Unsupported flag") as error:
+        parse_arguments(["--save", "x", "--num-layer=4", "--swiglu", "--profile", "--save", "y"])
+    first, second, third = str(error.value).splitlines()
+    assert "got --save for" in first
+    assert "Did you mean --num-layers?" in second
+    assert "got --profile for" in third
+
+
+def test_hints_name_flags_that_exist() -> None:
+    known = _build_parser()._option_string_actions
+    named = {word.rstrip(".,:;") for hint in REFUSED_FLAGS.values() for word in hint.split() if word.startswith("--")}
+    assert named - {"--save"} <= set(known)
+
+
+@pytest.mark.parametrize(
+    ("flag", "cure"),
+    [
+        ("--recompute-activations", "--recompute-granularity selective"),
+        ("--no-position-embedding", "--position-embedding-type none"),
+        ("--exit-interval", "--train-iters"),
+        ("--decoupled-lr", "--lr"),
+        ("--log-throughput", "--log-json"),
+        ("--wandb-project", "--tensorboard-dir"),
+        ("--squared-relu", "--swiglu"),
+        ("--fp8-format", "--bf16"),
+        ("--cross-entropy-loss-fusion", "--transformer-impl"),
+    ],
+)
+def test_common_flags_of_megatron_lm_name_the_cure(flag: str, cure: str) -> None:
+    with pytest.raises(ValueError, match=rf"^Unsupported flag: expected .*, got {flag} for .*{cure}\b"):
+        parse_arguments([flag, "1"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

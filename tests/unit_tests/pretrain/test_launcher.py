@@ -14,8 +14,11 @@ def test_without_a_launcher_the_process_is_alone() -> None:
 
 
 def test_the_launchers_variables_are_read() -> None:
-    place = find_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"})
+    variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    place = find_place(variables)
     assert (place.rank, place.world_size, place.local_rank, place.is_launched) == (5, 8, 1, True)
+    assert place.local_world_size == 8
+    assert find_place(variables | {"LOCAL_WORLD_SIZE": "4"}).local_world_size == 4
 
 
 @pytest.mark.parametrize(
@@ -27,6 +30,7 @@ def test_the_launchers_variables_are_read() -> None:
         ({"WORLD_SIZE": None}, "got nothing for the environment variable WORLD_SIZE"),
         ({"LOCAL_RANK": None}, "got nothing for the environment variable LOCAL_RANK"),
         ({"RANK": None}, "got nothing for the environment variable RANK"),
+        ({"LOCAL_WORLD_SIZE": "two"}, "got 'two' for the environment variable LOCAL_WORLD_SIZE"),
         ({"RANK": "2"}, "expected a rank below WORLD_SIZE 2, got 2 for the environment variable RANK"),
     ],
 )

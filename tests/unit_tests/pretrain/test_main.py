@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,15 @@ def test_next_drops_the_flags_of_the_wrapper_that_was_used() -> None:
     line = "--use-megatron-fsdp-v2 --data-parallel-sharding-strategy optim_grads_params --num-layers 2"
     command = read_command(line.split(), LAUNCHED)
     assert suggest_next(command) == "torchrun --nproc_per_node 2 pretrain_gpt.py --num-layers 2"
+
+
+def test_next_overwrites_no_output_and_counts_the_ranks_of_one_node(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    line = (
+        f"--plot {folder}/a.png --seed 3 --log-json={folder}/b --tensorboard-dir {folder} --tensorboard-log-interval 2"
+    )
+    command = read_command(line.split(), LAUNCHED | {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"})
+    assert suggest_next(command) == "torchrun --nproc_per_node 4 pretrain_gpt.py --use-megatron-fsdp-v2 --seed 3"
 
 
 def test_next_without_a_launcher() -> None:
