@@ -59,6 +59,11 @@ REQUIREMENTS = (
         "--position-embedding-type rope",
         lambda a: a.position_embedding_type == "rope",
     ),
+    _R(
+        ("--reset-position-ids",),
+        "--position-embedding-type learned_absolute (the others do not read position ids)",
+        lambda a: a.position_embedding_type == "learned_absolute",
+    ),
     _R(("--add-qkv-bias",), "--disable-bias-linear", lambda a: a.disable_bias_linear),
     _R(("--split",), "--data-path or no data flag", _reads_one_blend),
     _R(

@@ -1,10 +1,13 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
 import argparse
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron.core import parallel_state
 from megatron.pretrain.launcher import Place, find_place, start_process_groups
 
 
@@ -45,6 +48,16 @@ def test_nccl_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     args = argparse.Namespace(distributed_backend="nccl")
     with pytest.raises(ValueError, match="expected gloo on a host without CUDA, got nccl"):
         start_process_groups(args, Place(0, 1, 0, is_launched=False))
+
+
+def test_timeout_and_backend_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, object] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **words: found.update(words, backend=backend))
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda: None)
+    args = argparse.Namespace(distributed_backend=None, distributed_timeout_minutes=7)
+    start_process_groups(args, Place(0, 1, 0, is_launched=False))
+    assert (found["backend"], found["timeout"]) == ("gloo", timedelta(minutes=7))
 
 
 def test_each_local_rank_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,7 @@ IDLE = [
     "--num-query-groups 2",
     "--rotary-base 500",
     "--rotary-percent 0.5",
+    "--reset-position-ids --position-embedding-type rope",
     "--add-qkv-bias",
     "--split 1,1 --mock-data --vocab-size 9",
     "--split 1,1 --train-data-path a --vocab-size 9",

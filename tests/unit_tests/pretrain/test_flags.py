@@ -1,0 +1,221 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Every flag must arrive where it takes effect, without a training: what is built from the arguments is recorded."""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import megatron.core.distributed
+import megatron.core.optimizer
+import megatron.core.optimizer.fully_sharded_optimizer
+from megatron.core.distributed.fsdp import mcore_fsdp_v2_adapter
+from megatron.pretrain import data, model, training
+from megatron.pretrain.arguments import _build_parser
+from megatron.pretrain.main import read_command
+
+V2 = "--use-megatron-fsdp-v2"
+FILES = "--data-path a --vocab-size 9"
+WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 30"
+GROWING = "--weight-decay-incr-style linear --start-weight-decay 0.25 --end-weight-decay 0.5"
+
+# (command line, what is built, field, value); the first flag of the line is the one that is tested.
+CASES = [
+    ("--num-layers 3", "config", "num_layers", 3),
+    ("--hidden-size 64", "config", "hidden_size", 64),
+    ("--ffn-hidden-size 96", "config", "ffn_hidden_size", 96),
+    ("--num-attention-heads 8", "config", "num_attention_heads", 8),
+    ("--kv-channels 8", "config", "kv_channels", 8),
+    ("--group-query-attention --num-query-groups 2", "config", "num_query_groups", 2),
+    ("--num-query-groups 2 --group-query-attention", "config", "num_query_groups", 2),
+    ("--normalization RMSNorm", "config", "normalization", "RMSNorm"),
+    ("--norm-epsilon 0.5", "config", "layernorm_epsilon", 0.5),
+    ("--qk-layernorm", "config", "qk_layernorm", True),
+    ("--swiglu", "config", "gated_linear_unit", True),
+    ("--swiglu", "config", "activation_func", torch.nn.functional.silu),
+    ("--disable-bias-linear", "config", "add_bias_linear", False),
+    ("--add-qkv-bias --disable-bias-linear", "config", "add_qkv_bias", True),
+    ("--attention-dropout 0.3", "config", "attention_dropout", 0.3),
+    ("--hidden-dropout 0.3", "config", "hidden_dropout", 0.3),
+    ("--init-method-std 0.5", "config", "init_method_std", 0.5),
+    ("--calculate-per-token-loss", "config", "calculate_per_token_loss", True),
+    ("--recompute-granularity selective", "config", "recompute_granularity", "selective"),
+    ("--recompute-method block --recompute-granularity full", "config", "recompute_method", "block"),
+    ("--recompute-num-layers 2 --recompute-method block --recompute-granularity full", "config",
+     "recompute_num_layers", 2),
+    ("--bf16", "config", "bf16", True),
+    ("--bf16", "config", "params_dtype", torch.bfloat16),
+    ("--max-position-embeddings 512", "model", "max_sequence_length", 512),
+    ("--position-embedding-type rope", "model", "position_embedding_type", "rope"),
+    ("--rotary-base 500 --position-embedding-type rope", "model", "rotary_base", 500),
+    ("--rotary-percent 0.5 --position-embedding-type rope", "model", "rotary_percent", 0.5),
+    ("--untie-embeddings-and-output-weights", "model", "share_embeddings_and_output_weights", False),
+    ("--make-vocab-size-divisible-by 1", "model", "vocab_size", 257),
+    ("--vocab-size 999 --mock-data", "model", "vocab_size", 1024),
+    (FILES, "dataset", "blend", (["a"], None)),
+    ("--train-data-path a --vocab-size 9 --eval-iters 0", "dataset", "blend_per_split", [(["a"], None), None, None]),
+    ("--valid-data-path b --train-data-path a --vocab-size 9", "dataset", "blend_per_split",
+     [(["a"], None), (["b"], None), None]),
+    ("--test-data-path c --train-data-path a --vocab-size 9", "dataset", "blend_per_split",
+     [(["a"], None), None, (["c"], None)]),
+    ("--split 8,1,1 --data-path a --vocab-size 9", "dataset", "split", "8,1,1"),
+    (f"--data-cache-path c {FILES}", "dataset", "path_to_cache", "c"),
+    (f"--no-mmap-bin-files {FILES}", "dataset", "mmap_bin_files", False),
+    ("--seq-length 32", "dataset", "sequence_length", 32),
+    ("--reset-position-ids", "dataset", "reset_position_ids", True),
+    ("--reset-attention-mask", "dataset", "reset_attention_mask", True),
+    ("--reset-attention-mask", "dataset", "create_attention_mask", True),
+    ("--eod-mask-loss", "dataset", "eod_mask_loss", True),
+    ("--seed 77", "dataset", "random_seed", 77),
+    ("--seed 77", "seed", "seed", 77),
+    ("--num-workers 1", "loader", "num_workers", 1),
+    ("--micro-batch-size 2", "loader", "batch_sampler", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ("--optimizer sgd", "optimizer", "optimizer", "sgd"),
+    ("--adam-beta1 0.5", "optimizer", "adam_beta1", 0.5),
+    ("--adam-beta2 0.5", "optimizer", "adam_beta2", 0.5),
+    ("--adam-eps 0.5", "optimizer", "adam_eps", 0.5),
+    ("--sgd-momentum 0.5 --optimizer sgd", "optimizer", "sgd_momentum", 0.5),
+    ("--clip-grad 0.5", "optimizer", "clip_grad", 0.5),
+    ("--lr 0.5", "optimizer", "lr", 0.5),
+    ("--lr 0.5", "scheduler", "max_lr", 0.5),
+    ("--min-lr 0.0001", "optimizer", "min_lr", 0.0001),
+    ("--min-lr 0.0001", "scheduler", "min_lr", 0.0001),
+    ("--weight-decay 0.5", "optimizer", "weight_decay", 0.5),
+    ("--weight-decay 0.5", "scheduler", "end_wd", 0.5),
+    ("--log-num-zeros-in-grad", "optimizer", "log_num_zeros_in_grad", True),
+    ("--bf16", "optimizer", "bf16", True),
+    ("--use-distributed-optimizer", "optimizer", "use_distributed_optimizer", True),
+    ("--overlap-param-gather --use-distributed-optimizer --overlap-grad-reduce", "optimizer",
+     "overlap_param_gather", True),
+    ("--lr-decay-style cosine", "scheduler", "lr_decay_style", "cosine"),
+    ("--lr-decay-iters 50", "scheduler", "lr_decay_steps", 200),
+    ("--train-iters 50", "scheduler", "wd_incr_steps", 200),
+    ("--global-batch-size 8", "scheduler", "wd_incr_steps", 800),
+    ("--lr-warmup-iters 5", "scheduler", "lr_warmup_steps", 20),
+    ("--lr-warmup-fraction 0.5", "scheduler", "lr_warmup_steps", 200),
+    ("--lr-warmup-init 0.0005", "scheduler", "init_lr", 0.0005),
+    ("--lr-wsd-decay-iters 40 --lr-decay-style WSD", "scheduler", "wsd_decay_steps", 160),
+    (f"--lr-wsd-decay-style cosine {WSD}", "scheduler", "lr_wsd_decay_style", "cosine"),
+    (GROWING, "scheduler", "wd_incr_style", "linear"),
+    ("--start-weight-decay 0.25 --end-weight-decay 0.5 --weight-decay-incr-style linear", "scheduler",
+     "start_wd", 0.25),
+    ("--end-weight-decay 0.5 --start-weight-decay 0.25 --weight-decay-incr-style linear", "scheduler",
+     "end_wd", 0.5),
+    ("--use-distributed-optimizer", "ddp", "use_distributed_optimizer", True),
+    ("--overlap-grad-reduce", "ddp", "overlap_grad_reduce", True),
+    ("--overlap-param-gather --use-distributed-optimizer --overlap-grad-reduce", "ddp", "overlap_param_gather", True),
+    ("--ddp-bucket-size 99 --overlap-grad-reduce", "ddp", "bucket_size", 99),
+    ("--ddp-average-in-collective", "ddp", "average_in_collective", True),
+    ("--grad-reduce-in-bf16 --bf16", "ddp", "grad_reduce_in_fp32", False),
+    ("--no-check-for-nan-in-loss-and-grad", "ddp", "check_for_nan_in_grad", False),
+    (V2, "ddp", "use_megatron_fsdp_v2", True),
+    (f"--grad-reduce-in-bf16 --bf16 {V2}", "ddp", "grad_reduce_in_fp32", False),
+    (f"--no-check-for-nan-in-loss-and-grad {V2}", "ddp", "check_for_nan_in_grad", False),
+    (f"--data-parallel-sharding-strategy optim_grads_params {V2}", "ddp", "data_parallel_sharding_strategy",
+     "optim_grads_params"),
+    (f"--megatron-fsdp-main-params-dtype bf16 --bf16 {V2}", "ddp", "megatron_fsdp_main_params_dtype",
+     torch.bfloat16),
+    (f"--megatron-fsdp-main-grads-dtype bf16 --bf16 --grad-reduce-in-bf16 {V2}", "ddp",
+     "megatron_fsdp_main_grads_dtype", torch.bfloat16),
+    (f"--megatron-fsdp-grad-comm-dtype bf16 {V2}", "ddp", "megatron_fsdp_grad_comm_dtype", torch.bfloat16),
+]  # fmt: skip
+
+# Flags of the loop, the launcher and the log, which other tests try by running or refusing them.
+ELSEWHERE = {
+    "--help",
+    "--mock-data",
+    "--eval-interval",
+    "--eval-iters",
+    "--log-interval",
+    "--transformer-impl",
+    "--distributed-backend",
+    "--distributed-timeout-minutes",
+    *(f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context", "expert-model")),
+    *("--log-json", "--tensorboard-dir", "--tensorboard-log-interval", "--plot"),
+}
+
+
+class Recorded(torch.nn.Module):
+    """Stands for what would be built, and keeps the keywords."""
+
+    def __init__(self, *words: object, **keywords: Any) -> None:
+        super().__init__()
+        self.words, self.keywords = words, keywords
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "GPTModel", Recorded)
+    monkeypatch.setattr(model, "Float16Module", lambda config, module: module)
+    monkeypatch.setattr(model.ProcessGroupCollection, "use_mpu_process_groups", lambda: None)
+    monkeypatch.setattr(mcore_fsdp_v2_adapter, "FullyShardedDataParallel", Recorded)
+    monkeypatch.setattr(megatron.core.distributed, "DistributedDataParallel", Recorded)
+    for module in (megatron.core.optimizer, megatron.core.optimizer.fully_sharded_optimizer):
+        monkeypatch.setattr(module, "get_megatron_optimizer", lambda config, chunks: config)
+    monkeypatch.setattr(training, "OptimizerParamScheduler", Recorded)
+    monkeypatch.setattr(data.parallel_state, "get_data_parallel_rank", lambda: 0)
+    monkeypatch.setattr(data.parallel_state, "get_data_parallel_world_size", lambda: 1)
+
+
+def build(what: str, args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    if what == "dataset":
+        return vars(data._dataset_config(args))
+    if what == "loader":
+        return loader_keywords(args, monkeypatch)
+    if what == "seed":
+        return {"seed": seed_of_the_run(args, monkeypatch)}
+    if what == "optimizer":
+        return vars(training._build_optimizer(args, None))
+    if what == "scheduler":
+        return dict(training._build_scheduler(args, None).keywords)
+    config, ddp_config, chunk = model.build_model(args).words
+    return {"config": vars(config), "ddp": vars(ddp_config), "model": chunk.keywords}[what]
+
+
+def loader_keywords(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def load(dataset: object, **keywords: Any) -> Iterator[object]:
+        found.update(keywords)
+        return iter(())
+
+    monkeypatch.setattr(torch.utils.data, "DataLoader", load)
+    assert list(data._iterate(None, 8, args)) == []
+    return found
+
+
+def seed_of_the_run(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> int:
+    seeds: list[int] = []
+
+    def stop(seed: int) -> None:
+        seeds.extend([torch.initial_seed(), seed])
+        raise Stop
+
+    monkeypatch.setattr(training.tensor_parallel, "model_parallel_cuda_manual_seed", stop)
+    with torch.random.fork_rng(), pytest.raises(Stop):
+        training.build_train_state(args, None, None)
+    assert seeds[0] == seeds[1]
+    return seeds[0]
+
+
+@pytest.mark.usefixtures("recorders")
+@pytest.mark.parametrize(("line", "what", "field", "value"), CASES)
+def test_a_flag_arrives(line: str, what: str, field: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not line.startswith("--data-parallel-sharding-strategy"):  # It has one value for now.
+        plain = build(what, read_command([], {}).args if V2 not in line else read_command([V2], {}).args, monkeypatch)
+        assert line == V2 or plain[field] != value, "the default is no test"
+    assert build(what, read_command(line.split(), {}).args, monkeypatch)[field] == value
+
+
+def test_every_flag_is_tried() -> None:
+    tried = {line.split()[0] for line, *_ in CASES}
+    assert not tried & ELSEWHERE
+    known = {flag for flag in _build_parser()._option_string_actions if flag.startswith("--")}
+    assert known == tried | ELSEWHERE
