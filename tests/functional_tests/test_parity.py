@@ -39,6 +39,10 @@ def test_two_ranks_train_as_one(wrapper: str, one_rank: Run) -> None:
     assert_same_training(one_rank, launch_once((*WRAPPERS[wrapper], *FLAGS), 2))
 
 
+def test_four_ranks_with_fsdp_v2_train_as_one(one_rank: Run) -> None:
+    assert_same_training(one_rank, launch_once((V2, *FLAGS), 4))
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_three_ranks_with_other_microbatches_train_as_one(wrapper: str, one_rank: Run) -> None:
     flags = (*WRAPPERS[wrapper], *FLAGS, "--micro-batch-size", "4", "--calculate-per-token-loss")
