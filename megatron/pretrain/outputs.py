@@ -27,7 +27,6 @@ def check_outputs(args: argparse.Namespace) -> None:
     for flag, path in (("--plot", args.plot), ("--log-json", args.log_json)):
         if path:
             _check_library(flag)
-            _check_folder(flag, Path(path).parent)
             _check_file(flag, Path(path))
     if args.tensorboard_dir:
         _check_library("--tensorboard-dir")
@@ -56,5 +55,7 @@ def _check_folder(flag: str, folder: Path) -> None:
 def _check_file(flag: str, path: Path) -> None:
     if path.is_dir():
         _fail("Output", "a path of a file", f"the folder {path}", flag, "Add a file name")
-    if path.exists() and not os.access(path, os.W_OK):
+    if not path.exists():
+        _check_folder(flag, path.parent)
+    elif not os.access(path, os.W_OK):
         _fail("Output", "a file that can be written", f"the read-only {path}", flag, "Name another")

@@ -15,7 +15,9 @@ from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_TRAINING_LINE = re.compile(r"iteration +(\d+)/ +\d+ \|.* lm loss: (\S+) \|.* grad norm: (\S+) \| num zeros: (\S+) \|")
+_TRAINING_LINE = re.compile(
+    r"iteration +(\d+)/ +\d+ \|.* lm loss: (\S+) \|.* grad norm: (\S+) \|(?: num zeros: (\S+) \|)?"
+)
 _VALIDATION_LINE = re.compile(r"validation loss at (.+) \| lm loss value: (\S+) \|")
 
 
@@ -38,7 +40,7 @@ class Run:
         return {
             "lm loss": [row[1] for row in rows],
             "grad norm": [row[2] for row in rows],
-            "num zeros": [row[3] for row in rows],
+            "num zeros": [row[3] for row in rows if row[3]],
             "validation loss": [row[1] for row in _VALIDATION_LINE.findall(self.stdout)],
         }
 

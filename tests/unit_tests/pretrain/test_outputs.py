@@ -33,6 +33,10 @@ def test_a_sound_path_is_accepted_and_nothing_is_left_but_folders(tmp_path: Path
     assert (tmp_path / "plot").is_dir()
 
 
+def test_a_device_is_accepted_whose_folder_cannot_be_written() -> None:
+    assert read_command(["--log-json", os.devnull], {}).args.log_json == os.devnull
+
+
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_folder_below_a_file_is_refused(tmp_path: Path, flag: str) -> None:
     (tmp_path / "file").touch()
