@@ -33,7 +33,7 @@ test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest
 
 lint: $(INSTALLED)
-	$(VENV)/bin/pre-commit run --all-files
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/pre-commit run --all-files
 
 docs: $(INSTALLED)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"

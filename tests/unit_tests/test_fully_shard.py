@@ -415,7 +415,7 @@ def test_buffers_stay_whole() -> None:
 
 
 def _mlp_without_names() -> float:
-    """The README's example: plain PyTorch, no Megatron names."""
+    """Plain PyTorch, no context, no policies: the idiom of FSDP2."""
     torch.manual_seed(0)
     model = Mlp()
     for layer in model.layers:

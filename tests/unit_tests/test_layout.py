@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -87,12 +86,10 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_padding_of_real_layers(name: str) -> None:
     """Row alignment alone wastes 29-34% of such layers at 1,024 shards; runs of elements are used where it would."""
-    started = time.perf_counter()
     for num_shards in (8, 64, 1024, 4096):
         layout = plan_layout(LAYERS[name], num_shards)
         limit = 0.01 if layout.tensor_numel / num_shards >= 800 else 0.05
         assert layout.padding_numel <= limit * layout.tensor_numel, num_shards
-    assert time.perf_counter() - started < 20, "a hang, not a benchmark"
 
 
 def test_rows_are_kept_where_they_are_cheap() -> None:

@@ -21,13 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp.experimental import (
     FsdpModule,
+    clip_grad_norm_,
     fully_shard,
     fully_shard_context,
     fully_shard_optimizer,
     microbatch,
 )
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
-from tests.unit_tests.models import Block, Mlp, build, loss_of, make_batch, shard_layers
+from tests.unit_tests.models import Block, build, loss_of, make_batch, shard_layers
 from tests.unit_tests.oracle import assert_at_rest
 from tests.unit_tests.trace import CollectiveLog
 
@@ -888,6 +889,26 @@ def test_held_gradients_are_not_overwritten() -> None:
     run_ranks(2, _gradient_surgery)
 
 
+def _buffers_stay() -> None:
+    """Without anybody holding gradients, every step reduces into the same memory."""
+    model = shard_layers(build("mlp"))
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+    seen = []
+    for step in range(4):
+        inputs, targets = make_batch(model, 4, seed=10 * step + dist.get_rank())
+        loss_of(model, inputs, targets).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        units = [module for module in model.modules() if isinstance(module, FsdpModule)]
+        seen.append([id(group.main_grad) for unit in units for group in unit.parameter_groups])
+    assert all(ids == seen[0] for ids in seen)
+
+
+def test_gradients_that_nobody_holds_keep_their_memory() -> None:
+    run_ranks(2, _buffers_stay)
+
+
 def _failed_then_another_backward() -> None:
     """A backward that raised leaves nothing behind for the next one, even without a forward in between."""
     torch.manual_seed(0)
@@ -1148,8 +1169,3 @@ def test_profiler_ranges_name_the_units() -> None:
     for names in run_ranks(1, _profiled):
         units = ["FsdpMlp", "layers.0", "layers.1", "layers.2"]
         assert names == {f"fsdp.{what} {unit}" for what in ("unshard", "reduce") for unit in units}
-
-
-def test_mlp_has_what_the_tests_rely_on() -> None:
-    model = Mlp()
-    assert model.scale.numel() == 7 and len(model.layers) == 3

@@ -348,7 +348,8 @@ class FsdpParameterGroup:
                     self._renew_gradients()
                 return True
             # What the user has put there is read on this stream: keep it until the reduction is over.
-            self._assigned_gradients = [grad for grad in current if grad is not None]
+            pairs = zip(current, self._gradients, strict=True)
+            self._assigned_gradients = [grad for grad, own in pairs if grad is not None and grad is not own]
             for grad, own in zip(current, self._gradients, strict=True):
                 if grad is None:
                     own._local_tensor.zero_()
