@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron.core.distributed.fsdp.experimental import (
     FsdpModule,
@@ -159,16 +160,41 @@ def assert_at_rest(model: Any) -> None:
     for unit in (module for module in model.modules() if isinstance(module, FsdpModule)):
         assert unit.phase is FsdpModule.Phase.RESTING, unit.name
         assert unit.unshard_event is None, unit.name
-        assert not unit.context._reductions
-        assert not unit._fsdp_countdown.has_begun and not unit._fsdp_has_all_gradients, unit.name
+        assert not len(unit.context.reductions)
+        assert not unit._fsdp_countdown.has_begun and not unit._fsdp_has_told, unit.name
         assert not unit._fsdp_active_calls and unit._fsdp_open_call is None, unit.name
         for group in unit.parameter_groups:
             assert group.full_weight.local.untyped_storage().nbytes() == 0, group.name
-            if group.full_grad is not None:
-                assert group.full_grad.local.untyped_storage().nbytes() == 0, group.name
-                assert group._reduced_grad.local.untyped_storage().nbytes() == 0, group.name
+            if group.gradients is not None:
+                for buffer in (group.gradients.full, group.gradients.unreduced, group.gradients.reduced):
+                    assert buffer.local.untyped_storage().nbytes() == 0, buffer.name
                 assert all(parameter.grad is None for parameter in group.unsharded_parameters)
     assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Gather the gradients that there are, by name."""
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare_gradients(
+    model: nn.Module, reference: nn.Module, step: Callable[[nn.Module, torch.Tensor], None], *, steps: int = 3
+) -> None:
+    """Run `step(module, batch)` on this rank's share with FSDP and on every share in one process; compare gradients."""
+    world_size = dist.get_world_size()
+    for index in range(steps):
+        generator = torch.Generator().manual_seed(index)
+        batches = torch.randn(world_size, 4, 6, generator=generator)
+        model.zero_grad()
+        reference.zero_grad()
+        step(model, batches[dist.get_rank()])
+        for batch in batches:
+            step(reference, batch)
+        assert_at_rest(model)
+        gradients = full_gradients(model)
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(gradients[name], parameter.grad / world_size, rtol=1e-5, atol=1e-6)
 
 
 def assert_same_on_all_ranks(value: Any) -> None:

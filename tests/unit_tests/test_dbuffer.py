@@ -37,9 +37,9 @@ def _buffer(placement: Any, *, dtype: torch.dtype = torch.float32, transient: bo
 def _gather_round_trip() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     layout = plan_layout(SHAPES, dist.get_world_size())
-    shards = DBuffer.distribute_tensors(
-        _tensors(), layout, mesh, [Flat()], dtype=torch.float32, device=CPU, name="shards"
-    )
+    shards = DBuffer(layout, mesh, [Flat()], dtype=torch.float32, device=CPU, name="shards")
+    for index, tensor in enumerate(_tensors()):
+        shards.distribute(index, tensor)
     full = _buffer(Replicate(), transient=True)
     assert not full.is_allocated
     pieces = full.pieces
@@ -162,9 +162,9 @@ def _two_axes() -> None:
     assert _merged_shard(mesh, [Flat(), Flat()]) == (2 * inner + outer, 1)
     assert _merged_shard(mesh, [Replicate(), Flat()]) == (inner, 2)
     assert _merged_shard(mesh, [Replicate(), Replicate()]) == (0, 4)
-    both = DBuffer.distribute_tensors(
-        _tensors(), layout, mesh, [Flat(), Flat()], dtype=torch.float32, device=CPU, name="both"
-    )
+    both = DBuffer(layout, mesh, [Flat(), Flat()], dtype=torch.float32, device=CPU, name="both")
+    for index, tensor in enumerate(_tensors()):
+        both.distribute(index, tensor)
     half = DBuffer(layout, mesh, [Replicate(), Flat()], dtype=torch.float32, device=CPU, name="half")
     both.redistribute(half)
     full = DBuffer(layout, mesh, [Replicate(), Replicate()], dtype=torch.float32, device=CPU, name="full")

@@ -129,8 +129,6 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "maximum_norm": lambda t: torch.linalg.vector_norm(t, float("inf")),
     "keyword_operand": lambda t: torch.add(t, other=torch.ones(t.shape)),
     "hook": lambda t: t.register_hook(lambda grad: None),
-    "freeze": lambda t: t.requires_grad_(False),
-    "freeze_by_assignment": lambda t: setattr(t, "requires_grad", False),
     "checkpoint": lambda t: t.detach().__create_write_items__("w", t),
     "sum_with_gradient": lambda t: torch.enable_grad()(lambda: t.sum())(),
     "checkpoint_load": lambda t: t.detach().__create_chunk_list__(),
@@ -177,19 +175,6 @@ def _message() -> None:
 
 def test_messages_name_parameter_and_cure() -> None:
     run_ranks(2, _message)
-
-
-def _unfreeze() -> None:
-    model = fully_shard(nn.Linear(2, 2).requires_grad_(False))
-    with pytest.raises(
-        RuntimeError, match=r"requires_grad of .*weight: expected False, as when it was sharded, got True"
-    ):
-        model.requires_grad_(True)
-    model.requires_grad_(False)
-
-
-def test_unfreezing_after_wrap_is_refused() -> None:
-    run_ranks(1, _unfreeze)
 
 
 def _reductions() -> None:

@@ -50,7 +50,9 @@ def _tied_across_unit_and_root() -> None:
 
 def _meta() -> None:
     with torch.device("meta"):
-        model = nn.Linear(2, 2)
+        model = nn.Module()
+        model.scale = nn.Parameter(torch.ones(2))
+        model.register_buffer("table", torch.ones(2))
     fully_shard(model)
 
 
@@ -166,7 +168,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     "twice": (RuntimeError, _shard_twice, "expected a module that is not sharded yet, got FsdpLinear"),
     "tied_across_units": (ValueError, _tied_across_units, "got weight, which unit Embedding#0 has sharded already"),
     "tied_across_unit_and_root": (ValueError, _tied_across_unit_and_root, "got head.weight, which unit Embedding#0"),
-    "meta": (ValueError, _meta, "got weight on the meta device"),
+    "meta": (ValueError, _meta, r"got \['scale', 'table'\] without reset_parameters or _reset_parameters"),
     "scalar": (ValueError, _scalar, "got the scalar temperature"),
     "distributed_already": (ValueError, _distributed_already, "got the DTensor weight"),
     "narrow_main_weights": (ValueError, _narrow_main_weights, "at least as wide as torch.float32 of weight"),

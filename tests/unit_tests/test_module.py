@@ -29,32 +29,8 @@ from megatron.core.distributed.fsdp.experimental import (
 )
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
 from tests.unit_tests.models import Block, build, loss_of, make_batch, shard_layers
-from tests.unit_tests.oracle import assert_at_rest
+from tests.unit_tests.oracle import assert_at_rest, compare_gradients, full_gradients
 from tests.unit_tests.trace import CollectiveLog
-
-
-def _full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _compare_gradients(
-    model: nn.Module, reference: nn.Module, step: Callable[[nn.Module, torch.Tensor], None], *, steps: int = 3
-) -> None:
-    """Run `step(module, batch)` on this rank's share with FSDP and on every share in one process; compare gradients."""
-    world_size = dist.get_world_size()
-    for index in range(steps):
-        generator = torch.Generator().manual_seed(index)
-        batches = torch.randn(world_size, 4, 6, generator=generator)
-        model.zero_grad()
-        reference.zero_grad()
-        step(model, batches[dist.get_rank()])
-        for batch in batches:
-            step(reference, batch)
-        assert_at_rest(model)
-        gradients = _full_gradients(model)
-        for name, parameter in reference.named_parameters():
-            if parameter.grad is not None:
-                torch.testing.assert_close(gradients[name], parameter.grad / world_size, rtol=1e-5, atol=1e-6)
 
 
 def _blocks(forward: Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]) -> tuple[nn.Module, nn.Module]:
@@ -115,7 +91,7 @@ def _gradients_of(name: str) -> None:
     def step(module: nn.Module, batch: torch.Tensor) -> None:
         module(batch.requires_grad_()).square().sum().backward()
 
-    _compare_gradients(model, reference, step)
+    compare_gradients(model, reference, step)
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -136,7 +112,7 @@ def _two_forwards(order: str) -> None:
         for loss in losses if order == "same" else losses[::-1]:
             loss.backward()
 
-    _compare_gradients(model, reference, step)
+    compare_gradients(model, reference, step)
 
 
 @pytest.mark.parametrize("order", ["same", "reversed", "joint"])
@@ -176,7 +152,7 @@ def _structured(name: str) -> None:
     model.layers = nn.ModuleList()
     fully_shard(model.block)
     fully_shard(model)
-    _compare_gradients(model, reference, lambda module, batch: unwrap(module(batch)).square().sum().backward())
+    compare_gradients(model, reference, lambda module, batch: unwrap(module(batch)).square().sum().backward())
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -199,10 +175,10 @@ def _partly_used() -> None:
 
     reference = Two()
     model = fully_shard(copy.deepcopy(reference))
-    _compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward())
+    compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward())
     assert not model.b.weight.grad.full_tensor().any()
     model.use_b = reference.use_b = True
-    _compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward())
+    compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward())
 
 
 def test_pb009_partly_used_unit() -> None:
@@ -324,7 +300,7 @@ def _backward_raises() -> None:
     with pytest.raises(ZeroDivisionError, match="half-way"):
         model(torch.ones(2, 6)).sum().backward()
     fails = False
-    _compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward())
+    compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward())
 
 
 def test_exception_in_backward() -> None:
@@ -368,8 +344,8 @@ def _external_scheduler() -> None:
     out.square().sum().backward()
     assert done == [driven]
     assert driven.phase is FsdpModule.Phase.RESTING
-    for name, gradient in _full_gradients(hooked).items():
-        assert torch.equal(gradient, _full_gradients(driven)[name])
+    for name, gradient in full_gradients(hooked).items():
+        assert torch.equal(gradient, full_gradients(driven)[name])
 
 
 def test_external_scheduler() -> None:
@@ -533,7 +509,7 @@ def _late_reads(name: str) -> None:
     model: Any = copy.deepcopy(reference)
     for layer in model:
         fully_shard(layer)
-    _compare_gradients(model, reference, lambda module, batch: run(module, batch).square().sum().backward())
+    compare_gradients(model, reference, lambda module, batch: run(module, batch).square().sum().backward())
 
 
 @pytest.mark.parametrize("name", ["low_rank", "detached_use", "two_inputs"])
@@ -584,7 +560,7 @@ def _inner_units_keep_the_outer_gathered() -> None:
     assert_at_rest(model)
     for name, parameter in reference.named_parameters():
         if parameter.grad is not None:
-            torch.testing.assert_close(_full_gradients(model)[name], parameter.grad)
+            torch.testing.assert_close(full_gradients(model)[name], parameter.grad)
 
 
 def test_outer_unit_with_frozen_weights_between_inner_ones() -> None:
@@ -614,8 +590,8 @@ def _backward_of_what_was_left_aside() -> None:
         module.aside.backward()
         module.aside = None
 
-    _compare_gradients(model, reference, aside_only, steps=1)
-    _compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward(), steps=2)
+    compare_gradients(model, reference, aside_only, steps=1)
+    compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward(), steps=2)
 
 
 def test_gradients_that_no_output_announces() -> None:
@@ -638,7 +614,7 @@ def _recompute_inside(reentrant: bool) -> None:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    _compare_gradients(model, reference, lambda module, batch: module(batch.requires_grad_()).square().sum().backward())
+    compare_gradients(model, reference, lambda module, batch: module(batch.requires_grad_()).square().sum().backward())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -668,7 +644,7 @@ def _recompute_with_other_parameters() -> None:
             x = checkpoint(module, x, use_b, use_reentrant=True)
         x.square().sum().backward()
 
-    _compare_gradients(model, reference, step)
+    compare_gradients(model, reference, step)
 
 
 def test_reentrant_calls_with_other_parameters() -> None:
@@ -858,7 +834,7 @@ def _parameters_skipped_on_one_rank() -> None:
         model[1].skips = model[2].skips = dist.get_rank() == 1
         model(batches[dist.get_rank()]).square().sum().backward()
         assert_at_rest(model)
-        for name, gradient in _full_gradients(model).items():
+        for name, gradient in full_gradients(model).items():
             expected = reference.get_parameter(name).grad / world_size
             torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6, msg=name)
 
@@ -931,10 +907,10 @@ def _failed_then_another_backward() -> None:
     model.zero_grad()
     second.backward()
     assert_at_rest(model)
-    found = _full_gradients(model)
+    found = full_gradients(model)
     model.zero_grad()
     forward(False).backward()
-    for name, gradient in _full_gradients(model).items():
+    for name, gradient in full_gradients(model).items():
         assert torch.equal(found[name], gradient), name
 
 
@@ -986,7 +962,7 @@ def _fine_tuned(reentrant: bool | None, twice: bool) -> None:
     assert_at_rest(model)
     for name, parameter in reference.named_parameters():
         if parameter.grad is not None:
-            torch.testing.assert_close(_full_gradients(model)[name], parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(full_gradients(model)[name], parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize(("reentrant", "twice"), [(None, False), (None, True), (False, False), (True, False)])
@@ -1053,7 +1029,7 @@ def _shared_inputs() -> int:
     for unit in (model["encoder"], model["bias"], *model["decoders"]):
         fully_shard(unit)
     fully_shard(model)
-    _compare_gradients(model, reference, run)
+    compare_gradients(model, reference, run)
     return max(live)
 
 

@@ -9,7 +9,9 @@ That all parameters have their gradients does not mean that their values are no 
 with a frozen w, the gradients of a and b are there before w is read for the gradient of x. A unit has done when the
 gradients of the inputs that need one are known and the units inside have done: autograd runs what was recorded last
 first, so that it comes to the producer of an input only after all operations of the unit that can run. Parameters that
-were not used have no gradient then and get none.
+were not used have no gradient then and get none. A unit none of whose inputs needs a gradient has no such sign: its
+backward ends with the whole one. Its parameters cannot give the sign, since ranks may use different ones, and would
+then reduce in different orders.
 """
 
 from __future__ import annotations
@@ -95,16 +97,22 @@ class ForwardCall:
     def _hook(self, tensor: Any) -> None:
         tensor.register_hook(_InputHook(weakref.ref(self)))
 
-    def watch_outputs(self, outputs: Any) -> bool:
-        """Announce the unit's backward at the first gradient of `outputs`; return whether any of them needs one."""
+    def watch_outputs(self, outputs: Any, is_final: bool = True) -> bool:
+        """Announce the unit's backward at the first gradient of `outputs`; return whether any of them needs one.
+
+        Args:
+            outputs: tensors, or containers of tensors.
+            is_final: False for tensors that the unit may go on to use.
+        """
         is_needed = False
         for tensor in tensors_in(outputs):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 is_needed = True
                 hook = _OutputHook(self)
-                any_tensor: Any = tensor
-                any_tensor.register_hook(hook)
-                any_tensor._fsdp_output_hook = hook
+                _hook_producer(tensor, hook)
+                if is_final:
+                    any_tensor: Any = tensor
+                    any_tensor._fsdp_output_hook = hook
         return is_needed
 
     def output_ready(self) -> None:
@@ -130,14 +138,11 @@ class ForwardCall:
             unit._fsdp_inputs_done()
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether an input still needs its gradient in this backward, or a unit inside has not done with its own."""
-        return self._num_pending > 0 or any(not inner.is_closed for inner in self._inner())
-
-    @property
-    def tells_by_inputs(self) -> bool:
-        """Whether the gradients of inputs say that all of this call's operations have run."""
-        return self.num_inputs > 0 and not self.is_opaque
+    def is_complete(self) -> bool:
+        """Whether the gradients of inputs are known, and so all of this call's operations have run in this backward."""
+        if self.num_inputs == 0 or self.is_opaque or self._num_pending > 0:
+            return False
+        return all(inner.is_closed for inner in self._inner())
 
     def _inner(self) -> Iterator[ForwardCall]:
         for reference in self.inner_calls:
@@ -165,7 +170,7 @@ class _OutputHook:
         self._call = call
         self.consumer: weakref.ref[ForwardCall] | None = None
 
-    def __call__(self, grad: torch.Tensor) -> None:
+    def __call__(self, gradients: Any) -> None:
         consumer = None if self.consumer is None else self.consumer()
         if consumer is not None:
             consumer.input_ready()
@@ -174,6 +179,18 @@ class _OutputHook:
     def __reduce__(self) -> Any:
         """Pickle as None: a saved output belongs to no graph."""
         return type(None), ()
+
+
+def _hook_producer(tensor: Any, hook: _OutputHook) -> None:
+    """Call `hook` with the gradient of `tensor` as it is now, whatever is written into it later.
+
+    A view that is written in place gets another history, and hooks on it are lost; what produced its base stays.
+    """
+    producer = tensor._base.grad_fn if tensor._is_view() else None
+    if producer is None:
+        tensor.register_hook(hook)
+    else:
+        producer.register_prehook(hook)
 
 
 def _differ(items: Iterable[Any], originals: Iterable[Any]) -> bool:

@@ -71,36 +71,17 @@ class DBuffer:
         if allocator is not None:
             allocator.release(self.local)
 
-    @classmethod
-    def distribute_tensors(
-        cls,
-        tensors: Sequence[torch.Tensor],
-        layout: GroupLayout,
-        mesh: DeviceMesh,
-        placements: Sequence[Placement],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        name: str,
-    ) -> DBuffer:
-        """Return a resident buffer that holds this rank's part of `tensors`, cast to `dtype`.
+    def distribute(self, index: int, tensor: torch.Tensor) -> None:
+        """Copy this rank's part of tensor `index`, cast to this buffer's dtype.
 
         Args:
-            tensors: full logical tensors, the same on every rank, shaped as `layout` says; on any device.
-            layout: as for the constructor, like the rest.
-            mesh: see the constructor.
-            placements: see the constructor.
-            dtype: see the constructor.
-            device: see the constructor.
-            name: see the constructor.
+            index: position in the layout.
+            tensor: full values, logical shape, the same on every rank; on any device.
         """
-        buffer = cls(layout, mesh, placements, dtype=dtype, device=device, name=name)
+        report_access("distribute", writes=(self.name,))
+        owned = self.owned(index)
         with torch.no_grad():
-            for index, (tensor, piece) in enumerate(zip(tensors, buffer.pieces, strict=True)):
-                owned = buffer.owned(index)
-                piece.view(-1).copy_(tensor.detach().reshape(-1)[owned.start : owned.stop])
-        report_access("distribute", writes=(name,))
-        return buffer
+            self.pieces[index].view(-1).copy_(tensor.detach().reshape(-1)[owned.start : owned.stop])
 
     def owned(self, index: int) -> Range:
         """Return the elements of tensor `index`, counted from its own first, that `local` holds."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +28,22 @@ from .layout import GroupLayout
 from .operations import ELEMENTWISE, base_name, gives_no_tensor, is_reduction, writes_first_operand
 
 
+class ParameterOwner(Protocol):
+    """Who is told what happens to a sharded parameter."""
+
+    def mark_main_weight_written(self) -> None:
+        """The parameter is about to be written."""
+        ...
+
+    def set_requires_grad(self, index: int, requires_grad: bool) -> None:
+        """Parameter `index` is to be frozen or unfrozen; raises if that cannot be."""
+        ...
+
+    def ensure_values(self) -> None:
+        """The parameter's values are about to be used."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class ShardGeometry:
     """Which elements of one logical tensor each rank of a mesh owns.
@@ -37,18 +53,18 @@ class ShardGeometry:
         layout: layout of the group that the tensor lies in.
         index: position of the tensor in that layout.
         mesh: the mesh whose ranks hold the layout's shards in order; one-dimensional.
-        on_write: called before an in-place operation on the tensor, or None; a weak method, so that tensors do
-            not keep their group alive.
+        owner: told of uses and writes; weak, so that tensors do not keep their group alive. None for a tensor that is
+            no parameter and comes from none.
     """
 
     fqn: str
     layout: GroupLayout
     index: int
     mesh: DeviceMesh
-    on_write: weakref.WeakMethod[Callable[[], None]] | None = None
+    owner: weakref.ref[ParameterOwner] | None = None
 
     def __reduce__(self) -> Any:
-        """Pickle without `on_write`: a copy is not connected to the group."""
+        """Pickle without the owner: a copy is not connected to a group."""
         return ShardGeometry, (self.fqn, self.layout, self.index, self.mesh)
 
     @property
@@ -56,11 +72,19 @@ class ShardGeometry:
         """What decides which elements each rank owns of a tensor of a given size."""
         return self.layout.slots[self.index].offset, self.layout.shard_numel, self.layout.num_shards
 
-    def notify_write(self) -> None:
-        """Tell the group that the tensor is about to be written."""
-        callback = None if self.on_write is None else self.on_write()
-        if callback is not None:
-            callback()
+    def notify_use(self, writes: bool) -> None:
+        """Tell the owner that the tensor's values are about to be read, or written."""
+        owner = None if self.owner is None else self.owner()
+        if owner is not None:
+            owner.ensure_values()
+            if writes:
+                owner.mark_main_weight_written()
+
+    def notify_requires_grad(self, requires_grad: bool) -> None:
+        """Tell the owner that the parameter is about to be frozen or unfrozen."""
+        owner = None if self.owner is None else self.owner()
+        if owner is not None:
+            owner.set_requires_grad(self.index, requires_grad)
 
     @property
     def shape(self) -> torch.Size:
@@ -96,7 +120,7 @@ class FsdpDTensor(DTensor):
 
         A write through it reaches the next forward if it happens before that; ask anew for each later write.
         """
-        self._geometry.notify_write()
+        self._geometry.notify_use(writes=True)
         return super().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -116,6 +140,7 @@ class FsdpDTensor(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if self.grad_fn is not None and torch.is_grad_enabled():
                 raise _no_gradient("full_tensor", self)
+        self._geometry.notify_use(writes=False)
         return self._geometry.gather(self._local_tensor)
 
     def redistribute(
@@ -193,10 +218,9 @@ class FsdpDTensor(DTensor):
                 return func(*args, **kwargs)
         operation = base_name(name)
         if operation == "requires_grad":
-            _refuse_freezing(args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-        if writes_first_operand(name):
-            _notify_writes(args[:1] or tuple(kwargs.values())[:1])
-        _notify_writes(kwargs.get("out"))
+            _freeze(args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+        if name != "__get__" and (writes_first_operand(name) or not gives_no_tensor(operation)):
+            _notify(args, kwargs, writes_first_operand(name))
         with torch._C.DisableTorchFunctionSubclass():
             if name != "__get__":
                 _check_operation(operation, args, kwargs)
@@ -260,26 +284,25 @@ def _sharded_inputs(args: Any, kwargs: dict[str, Any]) -> Iterator[FsdpDTensor]:
             yield tensor
 
 
-def _notify_writes(written: Any) -> None:
-    for tensor in _tensors(written):
-        if isinstance(tensor, FsdpDTensor):
-            tensor._geometry.notify_write()
+def _notify(args: Any, kwargs: dict[str, Any], writes_first: bool) -> None:
+    for tensor in _sharded_inputs(args, kwargs):
+        tensor._geometry.notify_use(writes=False)
+    written = (args[:1] or tuple(kwargs.values())[:1]) if writes_first else ()
+    for tensor in _sharded_inputs((written, kwargs.get("out")), {}):
+        tensor._geometry.notify_use(writes=True)
 
 
 def _check_assignment(func: Any, args: tuple[Any, ...]) -> None:
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if attribute == "requires_grad":
-        _refuse_freezing(args[0], args[1])
+        _freeze(args[0], args[1])
 
 
-def _refuse_freezing(tensor: Any, requires_grad: Any) -> None:
-    """Refuse to freeze or unfreeze a parameter whose group has been built for the opposite."""
+def _freeze(tensor: Any, requires_grad: Any) -> None:
+    """Let the group follow a parameter that is frozen or unfrozen."""
     with torch._C.DisableTorchFunctionSubclass():
         if hasattr(tensor, "_fsdp_group") and tensor.requires_grad != bool(requires_grad):
-            raise RuntimeError(
-                f"requires_grad of the sharded parameter {tensor._geometry.fqn}: expected {tensor.requires_grad}, as "
-                f"when it was sharded, got {requires_grad}. Freeze and unfreeze before fully_shard."
-            )
+            tensor._geometry.notify_requires_grad(bool(requires_grad))
 
 
 def _check_operation(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""`FsdpModule`: the mixin that `fully_shard` gives to a module, its phases and its hooks.
+"""`FsdpModule`: the mixin that `fully_shard` gives to a module: its phases, and the points of its forward and backward.
 
-It owns a unit's phase and countdown. Each hook says that a point has been reached; what follows is the schedule's.
+Each point says that it has been reached; what follows is the schedule's. What calls them is hooks.py's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .boundary import ForwardCall, has_unknown_container
+from .boundary import ForwardCall
+from .controls import UnitControls
 from .countdown import Countdown
 from .device import Event
 from .parameter_group import FsdpParameterGroup
@@ -24,7 +25,7 @@ from .schedule import FsdpContext, current_backward, is_in_backward
 from .unit import Unit
 
 
-class FsdpModule:
+class FsdpModule(UnitControls):
     """Mixin attached in place by `fully_shard`; `_fsdp_setup` stands in for a constructor."""
 
     Phase = UnitPhase
@@ -34,7 +35,7 @@ class FsdpModule:
         context: FsdpContext,
         parameter_groups: tuple[FsdpParameterGroup, ...],
         schedule_policy: SchedulePolicy,
-        parameter_dicts: Sequence[dict[str, Any]],
+        inner_modules: Sequence[nn.Module],
         *,
         register_hooks: bool = True,
     ) -> None:
@@ -44,7 +45,7 @@ class FsdpModule:
             context: the context that schedules the unit.
             parameter_groups: the unit's own parameters, at rest.
             schedule_policy: how far ahead the unit gathers.
-            parameter_dicts: ``_parameters`` of the modules that the unit owns.
+            inner_modules: the modules inside that the unit owns, without itself.
             register_hooks: False lets an external scheduler call pre_forward, post_forward, pre_backward and
                 post_backward itself.
         """
@@ -56,26 +57,28 @@ class FsdpModule:
         self._fsdp_phase = UnitPhase.RESTING
         self.unshard_event: Event | None = None
         self.backward_task = -1
-        self._fsdp_parameter_counts = [(held, len(held)) for held in parameter_dicts]
+        self._fsdp_reduces = True
+        self._fsdp_prefetch = {}
+        self._fsdp_inner_modules = tuple(inner_modules)
+        self._fsdp_keepers: tuple[nn.Module, ...] = ()
+        self._fsdp_watched: set[nn.Module] = set()
+        self._fsdp_forward_methods: set[str] = set()
+        self._fsdp_is_in_method = False
+        held = [module._parameters for module in (_as_module(self), *inner_modules)]
+        self._fsdp_parameter_counts = [(parameters, len(parameters)) for parameters in held]
         self._fsdp_parent_ref: weakref.ref[FsdpModule] | None = None
-        self._fsdp_has_all_gradients = False
-        self._fsdp_has_inner_units = False
         self._fsdp_has_told = False
         self._fsdp_open_call: ForwardCall | None = None
         self._fsdp_active_calls: list[ForwardCall] = []
         self._fsdp_callbacks: list[Callable[[FsdpModule], None]] = []
-        trainable = [group for group in parameter_groups if group.requires_grad]
-        self._fsdp_countdown = Countdown(sum(len(g.unsharded_parameters) for g in trainable))
-        gradient_ready = _GradientReady(weakref.ref(self))
-        for group in trainable:
-            for parameter in group.unsharded_parameters:
-                hooked: Any = parameter
-                hooked.register_post_accumulate_grad_hook(gradient_ready)
+        self._fsdp_countdown = Countdown(0 if register_hooks else sum(sum(g.trainable) for g in parameter_groups))
+        for group in parameter_groups:
+            group.on_requires_grad = weakref.WeakMethod(self._fsdp_before_freezing)
+            group.on_first_use = weakref.WeakMethod(context.initialize_values)
         if register_hooks:
-            module = _as_module(self)
-            module.register_forward_pre_hook(_pre_forward_hook, prepend=True, with_kwargs=True)
-            module.register_forward_hook(_post_forward_hook, always_call=True)
             self.register_post_backward_hook(_post_backward)
+        else:
+            self._fsdp_count_gradients()
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -93,11 +96,6 @@ class FsdpModule:
     def name(self) -> str:
         """Dotted name within the root; the class name for the root itself and before finalisation."""
         return self._fsdp_name
-
-    @property
-    def schedule_policy(self) -> SchedulePolicy:
-        """How far ahead the unit gathers."""
-        return self._fsdp_policy
 
     @property
     def parameter_groups(self) -> tuple[FsdpParameterGroup, ...]:
@@ -119,8 +117,7 @@ class FsdpModule:
 
     def is_in_backward(self) -> bool:
         """Return whether a backward of the unit is under way, or has left gradients behind."""
-        has_gradients = self._fsdp_has_all_gradients or self._fsdp_countdown.has_begun
-        return self._fsdp_phase is UnitPhase.BACKWARD or has_gradients
+        return self._fsdp_phase is UnitPhase.BACKWARD or self._fsdp_countdown.has_begun
 
     def _fsdp_weight_version(self) -> int:
         return sum(group.num_steps for group in self._fsdp_groups)
@@ -128,6 +125,8 @@ class FsdpModule:
     def _fsdp_join(self, context: FsdpContext) -> None:
         """Move to a context that is still being built; called by that context."""
         self._fsdp_context = context
+        for group in self._fsdp_groups:
+            group.on_first_use = weakref.WeakMethod(context.initialize_values)
 
     def _fsdp_bind(self, name: str, root: Unit) -> None:
         """Take the name and root found when the context was finalised; called by the context."""
@@ -137,7 +136,6 @@ class FsdpModule:
             group.rename(name, "" if root is self else name)
         for module in _as_module(self).modules():
             if isinstance(module, FsdpModule) and module is not self:
-                self._fsdp_has_inner_units = True
                 # Outer units are named before inner ones, so that the innermost parent is the last to write.
                 module._fsdp_parent_ref = weakref.ref(self)
 
@@ -198,6 +196,8 @@ class FsdpModule:
             context.recover()
             if self.is_root() and self._fsdp_phase is UnitPhase.FORWARD:
                 context.abandon_forward(self)
+            for group in self._fsdp_groups:
+                group.require_no_strays()
             self._fsdp_enter(UnitPhase.FORWARD)
             self.unshard(prefetch="forward")
         self._fsdp_report("forward")
@@ -242,13 +242,19 @@ class FsdpModule:
     def register_post_backward_hook(self, callback: Callable[[FsdpModule], None]) -> None:
         """Call `callback` when the unit's backward is complete.
 
-        That is when all its trainable parameters have accumulated their gradients, those of its inputs are known and
-        the units inside it are done ([Note: when a unit's backward ends] in boundary.py); at the latest, when
-        parameters or inputs got no gradient, at the end of the whole backward.
+        That is when the gradients of its inputs are known and the units inside it are done ([Note: when a unit's
+        backward ends] in boundary.py); for a unit without inputs that need a gradient, at the end of the whole
+        backward. With register_hooks=False, when all its trainable parameters have their gradients, or at the end.
         """
         self._fsdp_callbacks.append(callback)
 
     def _fsdp_begin_backward(self, call: ForwardCall) -> None:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"backward of unit {self.name}: expected create_graph=False, got a backward that is recorded for a "
+                "second one. Gradients of gradients are not supported through sharded units; compute such terms in an "
+                "unsharded module."
+            )
         if call not in self._fsdp_active_calls:
             if call.version != self._fsdp_weight_version():
                 raise RuntimeError(
@@ -262,31 +268,29 @@ class FsdpModule:
     def _fsdp_inputs_done(self) -> None:
         self._fsdp_close_if_complete()
 
+    def _fsdp_close_if_complete(self) -> None:
+        """Close the unit's backward if all of it has run; see [Note: when a unit's backward ends] in boundary.py."""
+        calls = self._fsdp_active_calls
+        if self._fsdp_phase is UnitPhase.BACKWARD and calls and all(call.is_complete for call in calls):
+            self._fsdp_run_callbacks()
+
+    def _fsdp_count_gradients(self) -> None:
+        """Have a unit that is driven from outside notice when all its gradients are there."""
+        gradient_ready = _GradientReady(weakref.ref(self))
+        for group in self._fsdp_groups:
+            for parameter in group.unsharded_parameters:
+                if parameter.requires_grad:
+                    hooked: Any = parameter
+                    hooked.register_post_accumulate_grad_hook(gradient_ready)
+
     def _fsdp_gradient_done(self) -> None:
-        """Count a parameter's gradient."""
         self._fsdp_context.register_post_backward_hook()
         if self._fsdp_phase is not UnitPhase.BACKWARD:
             self.backward_task = current_backward()
         if self._fsdp_countdown.tick():
-            self._fsdp_has_all_gradients = True
             self._fsdp_countdown.reset()
-            self._fsdp_close_if_complete()
-
-    def _fsdp_close_if_complete(self) -> None:
-        """Close the unit's backward if all of it has run; see [Note: when a unit's backward ends] in boundary.py.
-
-        Where inputs tell, parameters are not asked: a rank on which some were not used closes, and reduces, at the same
-        point of the order as the others.
-        """
-        calls = self._fsdp_active_calls
-        if self._fsdp_phase is not UnitPhase.BACKWARD or any(call.is_waiting for call in calls):
-            return
-        if not calls or not all(call.tells_by_inputs for call in calls):
-            has_all = self._fsdp_has_all_gradients and not self._fsdp_countdown.has_begun
-            is_plain = not self._fsdp_has_inner_units and all(group.requires_grad for group in self._fsdp_groups)
-            if not has_all or not (is_plain or all(call.inner_calls for call in calls)):
-                return
-        self._fsdp_run_callbacks()
+            if self._fsdp_phase is UnitPhase.BACKWARD:
+                self._fsdp_run_callbacks()
 
     def _fsdp_run_callbacks(self) -> None:
         if self._fsdp_has_told:
@@ -304,11 +308,19 @@ class FsdpModule:
     def _fsdp_abandon_backward(self) -> None:
         """Drop what a backward that an exception cut short has left; called by the context."""
         for group in self._fsdp_groups:
-            group.drop_gradients()
+            if group.gradients is not None:
+                group.gradients.drop()
         self._fsdp_rest()
 
+    def _fsdp_before_freezing(self) -> None:
+        if self._fsdp_phase is not UnitPhase.RESTING or self._fsdp_countdown.total:
+            raise RuntimeError(
+                f"requires_grad in unit {self.name}: expected a change while the unit is at rest and has hooks, got "
+                "one during its forward or backward, or with register_hooks=False. Freeze and unfreeze between steps."
+            )
+
     def _fsdp_rest(self) -> None:
-        self._fsdp_has_all_gradients = self._fsdp_has_told = False
+        self._fsdp_has_told = False
         self._fsdp_countdown.reset()
         for call in self._fsdp_active_calls:
             call.is_closed = True
@@ -332,6 +344,24 @@ class FsdpModule:
         for group in self._fsdp_groups:
             group.report_compute(operation)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError(
+            f"deepcopy of unit {self.name}: expected a module that is not sharded, got a unit, whose copy would share "
+            "no buffers and no schedule. Copy the model before fully_shard, or keep averages of its parameters: "
+            "{name: parameter.detach().clone()}."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to pickle a unit.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"pickle of unit {self.name}: expected a module that is not sharded, got a unit. Save its state_dict(), "
+            "whose tensors hold this rank's shards, on every rank."
+        )
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         raise RuntimeError(
             f"cast or move of unit {self.name}: expected none after fully_shard, since the shards would keep their old "
@@ -348,32 +378,8 @@ def _post_backward(unit: FsdpModule) -> None:
     unit.post_backward()
 
 
-def _pre_forward_hook(module: Any, args: Any, kwargs: Any) -> Any:
-    module.pre_forward()
-    if not torch.is_grad_enabled() or module.phase is not UnitPhase.FORWARD:
-        return None
-    call = module._fsdp_open_call = ForwardCall(module, module._fsdp_weight_version())
-    return call.watch_inputs(args), call.watch_inputs(kwargs)
-
-
-def _post_forward_hook(module: Any, args: Any, output: Any) -> None:
-    call, module._fsdp_open_call = module._fsdp_open_call, None
-    needs_backward = call is not None and torch.is_grad_enabled() and call.watch_outputs(output)
-    if needs_backward:
-        parent = None if module._fsdp_parent_ref is None else module._fsdp_parent_ref()
-        if parent is not None and parent._fsdp_open_call is not None:
-            parent._fsdp_open_call.inner_calls.append(weakref.ref(call))
-    module.post_forward(needs_backward)
-    may_need = call is not None and (call.num_inputs or any(group.requires_grad for group in module.parameter_groups))
-    if may_need and not needs_backward and has_unknown_container(output):
-        raise TypeError(
-            f"output of unit {module.name}: expected tensors, or tuples, lists, mappings and dataclasses of them, got "
-            f"{type(output).__name__}, in which tensors that need gradients cannot be found. Return one of these."
-        )
-
-
 class _GradientReady:
-    """Post-accumulate hook shared by a unit's trainable parameters."""
+    """Post-accumulate hook shared by the trainable parameters of a unit that is driven from outside."""
 
     def __init__(self, unit: weakref.ref[FsdpModule]) -> None:
         self._unit = unit

@@ -180,6 +180,8 @@ class _LocalStep:
                 f"{type(optimizer).__name__}.step: expected gradients of all microbatches, got a last backward inside "
                 f"microbatch(context, is_last=False) for groups {unfinished[:3]}. Run the last one with is_last=True."
             )
+        for group in self._groups:
+            group.require_no_strays()
         sharded = [param_group["params"] for param_group in optimizer.param_groups]
         state = optimizer.state
         with torch._C.DisableTorchFunctionSubclass():

@@ -2,36 +2,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FsdpParameterGroup`: parameters of one dtype and one requires_grad, with the buffers that hold them.
 
-Its verbs (unshard, reshard, reduce, sync) say what happens to the data. When, and on which stream, is the schedule's.
+Its verbs (unshard, release, sync) say what happens to the weights; its gradients are gradients.py's. When, and on which
+stream, is the schedule's.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .allocator import StorageAllocator
 from .dbuffer import DBuffer
 from .device import report_access
-from .dtensor import FsdpDTensor, ShardGeometry, shard_dtensor
+from .dtensor import FsdpDTensor, ParameterOwner, ShardGeometry, shard_dtensor
+from .gradients import GroupGradients
 from .layout import plan_layout
 from .placement import Flat
 from .policy import MixedPrecisionPolicy, Placements
 
 GradientReduction = Literal["average", "sum"]
 """What gradients of different ranks become: their mean, or their sum (for losses that are sums)."""
-
-_REFERENCES_OF_OURS = 3
-"""What sys.getrefcount says of a gradient that only the group holds: its list, the loop variable, the argument."""
 
 _RUNTIME_ATTRIBUTES = frozenset({"main_grad", "_fsdp_group", "_fsdp_unit"})
 
@@ -89,11 +87,14 @@ class FsdpParameterGroup:
         main_weight: [local_numel], main dtype; what the optimizer updates and checkpoints hold.
         model_weight: [local_numel], compute dtype; `main_weight` itself where dtypes and placements agree.
         full_weight: [global_numel], compute dtype, transient; what forward and backward read.
-        full_grad: [global_numel], communication dtype, transient; this rank's packed gradients. None if frozen.
-        main_grad: [local_numel], main-gradient dtype; reduced and accumulated. None if frozen.
+        gradients: buffers and life of the gradients; None as long as no parameter has been trainable.
         sharded_parameters: what the module holds at rest: DTensors over `main_weight`.
         unsharded_parameters: what the module holds while it computes: views of `full_weight`.
+        trainable: per parameter, its requires_grad.
+        requires_grad: whether any parameter is trainable.
         has_final_gradients: False after a microbatch that was not the last; set by the schedule.
+        on_requires_grad: called before a parameter is frozen or unfrozen, and may refuse; a weak method of the unit.
+        on_first_use: called when initial values are needed that have not been computed; a weak method of the unit.
         num_steps: optimizer steps that the main weights have taken.
     """
 
@@ -102,30 +103,29 @@ class FsdpParameterGroup:
         policy = options.mixed_precision_policy
         self.name = f"{unit}.{index}"
         self._index = index
-        self.requires_grad = first.requires_grad
+        self.trainable = [owned.parameter.requires_grad for owned in parameters]
+        self.requires_grad = any(self.trainable)
         self.fqns = [owned.fqn for owned in parameters]
         self._places = [owned.places for owned in parameters]
         self._options = options
         self._is_stale = True
         self.has_final_gradients = True
         self.num_steps = 0
-        self._assigned_gradients: list[Any] = []
+        self.on_requires_grad: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.on_first_use: weakref.WeakMethod[Callable[[], None]] | None = None
         compute_dtype = first.dtype
         main_dtype = _main_dtype(first, policy)
         originals = [owned.parameter for owned in parameters]
         mesh, device = options.mesh, options.device
-        weight_at, grad_at, main_at = (
-            tuple(_flatten(item) for item in axis_placements)
-            for axis_placements in (
-                options.placements.parameter,
-                options.placements.gradient,
-                options.placements.optimizer,
-            )
-        )
+        weight_at = _flatten(options.placements.parameter)
+        main_at = _flatten(options.placements.optimizer)
         self.layout = plan_layout([tensor.shape for tensor in originals], mesh.size())
-        self.main_weight = DBuffer.distribute_tensors(
-            originals, self.layout, mesh, main_at, dtype=main_dtype, device=device, name="main_weight"
-        )
+        self._built_on_meta = frozenset(index for index, tensor in enumerate(originals) if tensor.is_meta)
+        self._without_values = set(self._built_on_meta)
+        self.main_weight = DBuffer(self.layout, mesh, main_at, dtype=main_dtype, device=device, name="main_weight")
+        for index, original in enumerate(originals):
+            if not original.is_meta:
+                self.main_weight.distribute(index, original)
         if main_dtype == compute_dtype and weight_at == main_at:
             self.model_weight = self.main_weight
         else:
@@ -142,62 +142,64 @@ class FsdpParameterGroup:
             name="full_weight",
             allocator=options.allocator,
         )
-        self.full_grad: DBuffer | None = None
-        self.main_grad: DBuffer | None = None
-        if self.requires_grad:
-            self._plan_gradients(grad_at, main_dtype)
+        self.gradients: GroupGradients | None = None
         self._make_parameters(originals)
+        if self.requires_grad:
+            self._plan_gradients()
         self.rename(unit, unit)
         self.attach_sharded()
 
-    def _plan_gradients(self, placements: tuple[Placement, ...], main_dtype: torch.dtype) -> None:
+    def _plan_gradients(self) -> None:
         options = self._options
-        main_grads_dtype = options.mixed_precision_policy.main_grads_dtype or main_dtype
-        comm_dtype = options.mixed_precision_policy.grad_comm_dtype or main_grads_dtype
-        reduce_op = "avg" if options.gradient_reduction == "average" else "sum"
+        main_dtype = options.mixed_precision_policy.main_grads_dtype or self.main_weight.dtype
+        comm_dtype = options.mixed_precision_policy.grad_comm_dtype or main_dtype
+        placements = _flatten(options.placements.gradient)
+        pending = (Partial("avg" if options.gradient_reduction == "average" else "sum"),) * options.mesh.ndim
 
-        def buffer(at: Sequence[Placement], dtype: torch.dtype, kind: str, transient: bool) -> DBuffer:
+        def buffer(at: Sequence[Placement], dtype: torch.dtype, kind: str, is_transient: bool = True) -> DBuffer:
             return DBuffer(
                 self.layout,
                 options.mesh,
                 at,
                 dtype=dtype,
                 device=options.device,
-                name=kind,
-                allocator=options.allocator if transient else None,
+                name=f"{self.name}.{kind}",
+                allocator=options.allocator if is_transient else None,
             )
 
-        pending = (Partial(reduce_op),) * options.mesh.ndim
-        self.full_grad = buffer(pending, comm_dtype, "full_grad", True)
-        self.main_grad = buffer(placements, main_grads_dtype, "main_grad", False)
-        self._reduced_grad = buffer(placements, comm_dtype, "reduced_grad", True)
+        self.gradients = GroupGradients(
+            buffer(pending, comm_dtype, "full_grad"),
+            buffer(pending, main_dtype, "unreduced_grad"),
+            buffer(placements, comm_dtype, "reduced_grad"),
+            buffer(placements, main_dtype, "main_grad", is_transient=False),
+            self.sharded_parameters,
+            self.unsharded_parameters,
+            options.grad_divisor,
+        )
 
     def _make_parameters(self, originals: Sequence[nn.Parameter]) -> None:
         mesh = self._options.mesh
-        on_write = weakref.WeakMethod(self.mark_main_weight_written)
+        owner: weakref.ref[ParameterOwner] = weakref.ref(self)
         self.sharded_parameters: list[nn.Parameter] = []
         self.unsharded_parameters: list[nn.Parameter] = []
-        self._gradients: list[FsdpDTensor] = []
         for index, original in enumerate(originals):
             fqn = self.fqns[index]
-            geometry = ShardGeometry(fqn, self.layout, index, mesh, on_write)
+            geometry = ShardGeometry(fqn, self.layout, index, mesh, owner)
             local = self.main_weight.pieces[index]
-            sharded: Any = nn.Parameter(_plain_dtensor(local, geometry), requires_grad=self.requires_grad)
+            sharded: Any = nn.Parameter(_plain_dtensor(local, geometry), requires_grad=original.requires_grad)
             sharded.__class__ = FsdpDTensor
             sharded._geometry = geometry
-            sharded._fsdp_group = weakref.ref(self)
+            sharded._fsdp_group = owner
             # `.data` gives the view its own version counter, so that refilling the buffer between forward and
             # backward is not taken for an in-place change of a saved weight.
-            unsharded: Any = nn.Parameter(self.full_weight.pieces[index].data, requires_grad=self.requires_grad)
+            unsharded: Any = nn.Parameter(self.full_weight.pieces[index].data, requires_grad=original.requires_grad)
+            unsharded._fsdp_is_gathered = True
             for attribute, value in vars(original).items():
                 if attribute not in _RUNTIME_ATTRIBUTES:
                     setattr(sharded, attribute, value)
                     setattr(unsharded, attribute, value)
-            if self.main_grad is not None:
+            if original.is_floating_point():
                 sharded.grad_dtype = None
-                self._gradients.append(
-                    shard_dtensor(self.main_grad.pieces[index], ShardGeometry(fqn, self.layout, index, mesh))
-                )
             self.sharded_parameters.append(sharded)
             self.unsharded_parameters.append(unsharded)
 
@@ -209,20 +211,104 @@ class FsdpParameterGroup:
             prefix: what comes before the parameters' own names: the unit's path in its root; empty for the root.
         """
         self.name = f"{unit}.{self._index}"
+        fqns = [f"{prefix}.{fqn}" if prefix else fqn for fqn in self.fqns]
         buffers = [self.main_weight, self.model_weight, self.full_weight]
-        if self.main_grad is not None and self.full_grad is not None:
-            buffers += [self.main_grad, self.full_grad, self._reduced_grad]
+        if self.gradients is not None:
+            buffers += self.gradients.buffers
+            self.gradients.rename(fqns)
         for buffer in buffers:
             buffer.name = f"{self.name}.{buffer.name.rpartition('.')[2]}"
-        for tensors in (self.sharded_parameters, self._gradients):
-            for fqn, tensor in zip(self.fqns, tensors, strict=bool(tensors)):
-                named: Any = tensor
-                named._geometry = replace(named._geometry, fqn=f"{prefix}.{fqn}" if prefix else fqn)
+        for fqn, parameter in zip(fqns, self.sharded_parameters, strict=True):
+            named: Any = parameter
+            named._geometry = replace(named._geometry, fqn=fqn)
 
     @property
     def numel(self) -> int:
         """Elements of the full parameters."""
         return self.layout.tensor_numel
+
+    def name_at(self, offset: int) -> str:
+        """Return the name of the parameter that holds element `offset` of `full_weight`."""
+        return next(
+            (fqn for fqn, slot in zip(self.fqns, self.layout.slots, strict=True) if offset < slot.range.stop),
+            self.fqns[-1],
+        )
+
+    @property
+    def main_grad(self) -> DBuffer | None:
+        """[local_numel], main-gradient dtype: reduced and accumulated gradients; None if never trainable."""
+        return None if self.gradients is None else self.gradients.main
+
+    @property
+    def has_unreduced_gradients(self) -> bool:
+        """Whether gradients of earlier backwards wait on this rank for a reduction."""
+        return self.gradients is not None and self.gradients.has_unreduced
+
+    def require_no_strays(self) -> None:
+        """Raise if full parameters at rest have gradients, after dropping these.
+
+        Raises:
+            RuntimeError: they have; the unit's backward never began, or was over.
+        """
+        if self.gradients is not None and self.gradients.drop():
+            raise RuntimeError(
+                f"gradients of unit {self.name.rpartition('.')[0]}: expected all of them within the unit's own "
+                "backward, got some while its weights were released, and dropped them: a tensor left the unit's forward "
+                "by another way than its outputs. Return it, or keep it as an attribute of one of the unit's modules."
+            )
+
+    def set_requires_grad(self, index: int, requires_grad: bool) -> None:
+        """Freeze or unfreeze parameter `index`; called by the sharded parameter before it changes itself.
+
+        Raises:
+            RuntimeError: the unit computes, or the parameter has no main weight that could be trained.
+        """
+        policy = self._options.mixed_precision_policy
+        fqn = self.fqns[index]
+        if requires_grad and policy.main_params_dtype not in (None, self.main_weight.dtype):
+            raise RuntimeError(
+                f"requires_grad of {fqn} in unit {self.name.rpartition('.')[0]}: expected a parameter with main "
+                f"weights in {policy.main_params_dtype}, got one that was frozen when it was sharded and has "
+                f"{self.main_weight.dtype}. Shard it trainable and freeze it afterwards."
+            )
+        callback = None if self.on_requires_grad is None else self.on_requires_grad()
+        if callback is not None:
+            callback()
+        self.trainable[index] = requires_grad
+        self.requires_grad = any(self.trainable)
+        self.unsharded_parameters[index].requires_grad_(requires_grad)
+        if requires_grad and self.gradients is None:
+            self._plan_gradients()
+
+    @property
+    def lacks_values(self) -> bool:
+        """Whether parameters that were built on the meta device have no initial values yet."""
+        return bool(self._without_values)
+
+    def is_without_values(self, index: int) -> bool:
+        """Return whether parameter `index` has no initial values yet."""
+        return index in self._without_values
+
+    def was_without_values(self, index: int) -> bool:
+        """Return whether parameter `index` was built on the meta device."""
+        return index in self._built_on_meta
+
+    def ensure_values(self) -> None:
+        """Have initial values computed that are still missing."""
+        callback = None if self.on_first_use is None or not self._without_values else self.on_first_use()
+        if callback is not None:
+            callback()
+
+    def set_values(self, index: int, tensor: torch.Tensor) -> None:
+        """Give parameter `index` its initial values.
+
+        Args:
+            index: position in the group.
+            tensor: full values, logical shape, the same on every rank.
+        """
+        self.main_weight.distribute(index, tensor)
+        self._without_values.discard(index)
+        self.mark_main_weight_written()
 
     @property
     def is_stale(self) -> bool:
@@ -279,107 +365,8 @@ class FsdpParameterGroup:
     def begin_step(self) -> None:
         """Note that an optimizer reads main gradients and writes main weights now."""
         self.num_steps += 1
-        if self.main_grad is not None:
-            report_access("step", reads=(self.main_grad.name,), writes=(self.main_weight.name,))
-
-    def pack_gradients(self) -> None:
-        """Move the gradients of this backward into `full_grad`, on the stream that computed them.
-
-        A parameter that got none contributes zeros.
-        """
-        assert self.full_grad is not None, "frozen groups have no gradients"
-        self.full_grad.allocate()
-        report_access("pack", writes=(self.full_grad.name,))
-        targets: list[torch.Tensor] = []
-        gradients: list[torch.Tensor] = []
-        for parameter, piece in zip(self.unsharded_parameters, self.full_grad.pieces, strict=True):
-            if parameter.grad is None:
-                piece.zero_()
-                continue
-            targets.append(piece)
-            gradients.append(parameter.grad)
-            parameter.grad = None
-        if targets:
-            with torch.no_grad():
-                torch._foreach_copy_(targets, gradients)
-
-    def drop_gradients(self) -> None:
-        """Forget full gradients that will not be reduced."""
-        for parameter in self.unsharded_parameters:
-            parameter.grad = None
-
-    def reduce_gradients(self) -> None:
-        """Reduce `full_grad` over ranks and add it to what has accumulated since gradients were last cleared."""
-        assert self.full_grad is not None and self.main_grad is not None
-        is_first = self._prepare_accumulation()
-        divisor = self._options.grad_divisor
-        into_main = is_first and self.main_grad.dtype == self.full_grad.dtype
-        target = self.main_grad if into_main else self._reduced_grad
-        if not into_main:
-            target.allocate()
-        self.full_grad.redistribute(target)
-        if divisor != 1:
-            target.local.div_(divisor)
-        if not into_main:
-            report_access("accumulate", reads=(target.name,), writes=(self.main_grad.name,))
-            if is_first:
-                self.main_grad.local.copy_(target.local)
-            else:
-                self.main_grad.local.add_(target.local)
-            target.release()
-        self._install_gradients()
-
-    def release_full_grad(self) -> None:
-        """Free the packed gradients once they have been reduced."""
-        assert self.full_grad is not None
-        self.full_grad.release()
-        self._assigned_gradients.clear()
-
-    def _prepare_accumulation(self) -> bool:
-        """Bring `main_grad` in line with every parameter's ``.grad``; return whether none has a gradient yet.
-
-        ``.grad`` is the truth, as in torch: None means that nothing has accumulated, a tensor that the user put there
-        is what the next gradient is added to.
-        """
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            current = [parameter.grad for parameter in self.sharded_parameters]
-            if all(grad is None for grad in current):
-                if any(sys.getrefcount(own) > _REFERENCES_OF_OURS for own in self._gradients):
-                    self._renew_gradients()
-                return True
-            # What the user has put there is read on this stream: keep it until the reduction is over.
-            pairs = zip(current, self._gradients, strict=True)
-            self._assigned_gradients = [grad for grad, own in pairs if grad is not None and grad is not own]
-            for grad, own in zip(current, self._gradients, strict=True):
-                if grad is None:
-                    own._local_tensor.zero_()
-                elif grad is not own:
-                    if not isinstance(grad, DTensor):
-                        raise ValueError(
-                            f"gradient of {own.geometry.fqn}: expected a DTensor cut like its parameter, got "
-                            f"{type(grad).__name__} of shape {tuple(grad.shape)}. Change gradients in place, or assign "
-                            "what an operation on them returns."
-                        )
-                    own._local_tensor.copy_(grad._local_tensor.view_as(own._local_tensor))
-        return False
-
-    def _renew_gradients(self) -> None:
-        """Leave gradients that somebody still holds as they are, and go on with new ones."""
-        assert self.main_grad is not None
-        old = self.main_grad
-        self.main_grad = DBuffer(
-            old.layout, old.mesh, old.placements, dtype=old.dtype, device=old.local.device, name=old.name
-        )
-        self._gradients = [
-            shard_dtensor(piece, own.geometry)
-            for piece, own in zip(self.main_grad.pieces, self._gradients, strict=True)
-        ]
-
-    def _install_gradients(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, own in zip(self.sharded_parameters, self._gradients, strict=True):
-                if parameter.grad is not own:
-                    parameter.grad = own
+        if self.gradients is not None:
+            report_access("step", reads=(self.gradients.main.name,), writes=(self.main_weight.name,))
 
 
 def _plain_dtensor(local: torch.Tensor, geometry: ShardGeometry) -> Any:
@@ -389,8 +376,8 @@ def _plain_dtensor(local: torch.Tensor, geometry: ShardGeometry) -> Any:
     return dtensor
 
 
-def _flatten(placement: Placement) -> Placement:
-    return Flat() if isinstance(placement, Shard) else placement
+def _flatten(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    return tuple(Flat() if isinstance(placement, Shard) else placement for placement in placements)
 
 
 def _main_dtype(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:

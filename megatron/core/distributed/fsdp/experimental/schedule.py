@@ -14,7 +14,6 @@ is no record_stream and no host synchronisation; each wait below names the hazar
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,15 +21,13 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from .device import Event, Stream, current_stream, new_stream, profile_range
+from .device import Stream, current_stream, new_stream, profile_range
 from .indexed_order import IndexedOrder
-from .parameter_group import FsdpParameterGroup
-from .unit import Unit, order_units
+from .initial_values import initialize_values
+from .reductions import ReductionQueue
+from .unit import Unit, find_roots, order_units
 
 _engine: Any = Variable._execution_engine
-
-MAX_REDUCTIONS_IN_FLIGHT = 1
-"""Units whose packed gradients are kept while the next unit packs its own: two full-size buffers in all."""
 
 
 class FsdpContext:
@@ -70,8 +67,9 @@ class FsdpContext:
         self._registered: IndexedOrder[Unit] = IndexedOrder()
         self.is_implicit = False
         self._is_finalized = False
+        self._is_initializing = False
         self._backward_tasks: dict[int, weakref.ref[_PostBackward]] = {}
-        self._reductions: deque[_Reduction] = deque()
+        self.reductions = ReductionQueue()
 
     # --- construction ---------------------------------------------------------------------------------------------
 
@@ -112,7 +110,20 @@ class FsdpContext:
         if self._is_finalized:
             return
         self.forward_order, self.backward_order = order_units(self._registered)
+        self.initialize_values()
         self._is_finalized = True
+
+    def initialize_values(self) -> None:
+        """Compute the initial values of parameters that were built on the meta device, if they are still missing."""
+        units = self.units()
+        if self._is_initializing or not any(group.lacks_values for unit in units for group in unit.parameter_groups):
+            return
+        self._is_initializing = True
+        try:
+            for root in find_roots(self._registered):
+                initialize_values(root, self.device)
+        finally:
+            self._is_initializing = False
 
     def ensure_finalized(self) -> None:
         """Finalise an implicit context; raise for an explicit one whose construction has not ended.
@@ -147,7 +158,7 @@ class FsdpContext:
         for unit in self.backward_order:
             if unit.is_in_backward() and unit.backward_task not in self._backward_tasks:
                 unit._fsdp_abandon_backward()
-        self._finish_reductions()
+        self.reductions.finish(self.current_stream(), self.reduce_scatter_stream)
 
     def abandon_forward(self, root: Unit) -> None:
         """Bring units to rest whose forward was interrupted where torch runs no hooks, e.g. by a KeyboardInterrupt."""
@@ -186,13 +197,24 @@ class FsdpContext:
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Start gathering the units that come next in forward, within the unit's budget."""
-        policy = unit.schedule_policy
+        policy, named = unit.schedule_policy, unit.prefetch_targets("forward")
+        if named is not None:
+            self._prefetch_named(named)
+            return
         self._prefetch(unit, self.forward_order, policy.forward_prefetch_units, policy.forward_prefetch_numel)
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Start gathering the units that come next in backward, within the unit's budget."""
-        policy = unit.schedule_policy
+        policy, named = unit.schedule_policy, unit.prefetch_targets("backward")
+        if named is not None:
+            self._prefetch_named(named)
+            return
         self._prefetch(unit, self.backward_order, policy.backward_prefetch_units, policy.backward_prefetch_numel)
+
+    def _prefetch_named(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit.parameter_groups:
+                self.unshard(unit)
 
     def _prefetch(self, unit: Unit, order: IndexedOrder[Unit], max_units: int, max_numel: int | None) -> None:
         if max_units == 0:
@@ -227,23 +249,16 @@ class FsdpContext:
     # --- gradients ------------------------------------------------------------------------------------------------
 
     def reduce(self, unit: Unit) -> None:
-        """Pack a unit's gradients and start reducing them into its main gradients."""
-        groups = [group for group in unit.parameter_groups if group.requires_grad]
+        """Start reducing a unit's gradients into its main gradients, or hold them back if its settings say so."""
+        groups = [group.gradients for group in unit.parameter_groups if group.requires_grad and group.gradients]
         if not groups:
             return
-        compute = self.current_stream()
-        while len(self._reductions) > MAX_REDUCTIONS_IN_FLIGHT or any(r.is_of(groups) for r in self._reductions):
-            self._reductions.popleft().release()
+        if not unit.reduces_gradients:
+            for gradients in groups:
+                gradients.hold()
+            return
         with profile_range(f"fsdp.reduce {unit.name}"):
-            for group in groups:
-                group.pack_gradients()
-            # The reduction reads what was just packed, and adds to gradients that compute may have cleared.
-            self.reduce_scatter_stream.wait_event(compute.record_event())
-            with self.reduce_scatter_stream:
-                for group in groups:
-                    group.reduce_gradients()
-                event = self.reduce_scatter_stream.record_event()
-        self._reductions.append(_Reduction(groups, compute, event))
+            self.reductions.start(groups, self.current_stream(), self.reduce_scatter_stream)
 
     def register_post_backward_hook(self) -> None:
         """Have `post_backward` called when the running backward ends.
@@ -276,46 +291,27 @@ class FsdpContext:
                 unit._fsdp_close_backward()
         if self._backward_tasks:
             return
+        for unit in self.backward_order:
+            # Held back by a unit that has not run since; with every rank the same, as settings are.
+            if unit.reduces_gradients and any(group.has_unreduced_gradients for group in unit.parameter_groups):
+                self.reduce(unit)
         self.reshard_idle_units()
-        self._finish_reductions()
+        self.reductions.finish(self.current_stream(), self.reduce_scatter_stream)
         for unit in self.forward_order:
             for group in unit.parameter_groups:
-                group.has_final_gradients = self.is_last_microbatch
+                group.has_final_gradients = self.is_last_microbatch and not group.has_unreduced_gradients
+        self._require_rest()
+
+    def _require_rest(self) -> None:
         active = [unit.name for unit in self.forward_order if unit.is_in_backward()]
         if active:
             raise RuntimeError(
                 f"end of backward: expected every unit at rest, got units {active} still computing. "
                 "Report this with the model's structure."
             )
-
-    def _finish_reductions(self) -> None:
-        # The optimizer reads main gradients.
-        compute = self.current_stream()
-        compute.wait_stream(self.reduce_scatter_stream)
-        while self._reductions:
-            self._reductions.popleft().release(after=compute)
-
-
-class _Reduction:
-    """Packed gradients of one unit whose reduction is on its way."""
-
-    def __init__(self, groups: Sequence[FsdpParameterGroup], stream: Stream, event: Event) -> None:
-        self._groups = groups
-        self._stream = stream
-        self._event = event
-
-    def is_of(self, groups: Sequence[FsdpParameterGroup]) -> bool:
-        """Return whether these are gradients of the same unit."""
-        return self._groups[0] is groups[0]
-
-    def release(self, after: Stream | None = None) -> None:
-        """Free the packed gradients after the reduction; `after` is a stream that has waited for it already."""
-        # torch.Stream compares unequal to None as False, so None has to be asked for first.
-        if after is None or self._stream != after:
-            # Memory goes back to the packing stream, which must not overwrite what the reduction still reads.
-            self._stream.wait_event(self._event)
-        for group in self._groups:
-            group.release_full_grad()
+        for unit in self.forward_order:
+            for group in unit.parameter_groups:
+                group.require_no_strays()
 
 
 @contextmanager

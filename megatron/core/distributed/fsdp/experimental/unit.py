@@ -7,7 +7,8 @@ It keeps no state: orders belong to the context, names and phases to the units.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
@@ -41,6 +42,15 @@ class Unit(Protocol):
     @property
     def schedule_policy(self) -> SchedulePolicy:
         """The unit's prefetch budgets."""
+        ...
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether the next backward reduces the unit's gradients."""
+        ...
+
+    def prefetch_targets(self, direction: Literal["forward", "backward"]) -> Sequence[Unit] | None:
+        """Return the units to gather ahead of this one, if the user has named them."""
         ...
 
     def is_resting(self) -> bool:
@@ -80,7 +90,7 @@ def order_units(registered: IndexedOrder[Unit]) -> tuple[IndexedOrder[Unit], Ind
     """
     forward: IndexedOrder[Unit] = IndexedOrder()
     backward: IndexedOrder[Unit] = IndexedOrder()
-    roots = _find_roots(registered)
+    roots = find_roots(registered)
     for root in roots:
         for name, module in _as_module(root).named_modules():
             if module in registered:
@@ -97,7 +107,8 @@ def order_units(registered: IndexedOrder[Unit]) -> tuple[IndexedOrder[Unit], Ind
     return forward, backward
 
 
-def _find_roots(registered: IndexedOrder[Unit]) -> list[Unit]:
+def find_roots(registered: IndexedOrder[Unit]) -> list[Unit]:
+    """Return the units that no other unit contains, in the order in which they were built."""
     inner: set[int] = set()
     for unit in registered:
         module = _as_module(unit)

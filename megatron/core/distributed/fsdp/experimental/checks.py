@@ -1,0 +1,174 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong with the arguments of `fully_shard`; found before anything is changed or sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from .initial_values import RESET_METHODS, reset_method
+from .module import FsdpModule
+from .parameter_group import OwnedParameter
+from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
+
+
+def check_types(module: Any, mesh: Any, placements: Any, policy: Any, schedule: Any) -> None:
+    """Refuse arguments of the wrong kind."""
+    expected = (
+        ("module", module, nn.Module, False),
+        ("mesh", mesh, DeviceMesh, True),
+        ("placements", placements, Placements, True),
+        ("mixed_precision_policy", policy, MixedPrecisionPolicy, True),
+        ("schedule_policy", schedule, SchedulePolicy, True),
+    )
+    for name, value, kind, is_optional in expected:
+        if not isinstance(value, kind) and not (is_optional and value is None):
+            raise TypeError(
+                f"fully_shard {name}: expected {kind.__name__}{' or None' if is_optional else ''}, got "
+                f"{type(value).__name__}."
+            )
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse a module that is a unit already."""
+    if isinstance(module, FsdpModule):
+        raise RuntimeError(
+            f"fully_shard: expected a module that is not sharded yet, got {type(module).__name__}, which is a unit "
+            "already. Call fully_shard once per module, inner modules first."
+        )
+
+
+def check_container(module: nn.Module, owned: list[OwnedParameter]) -> None:
+    """Refuse a container that nobody calls, as a unit with parameters."""
+    if owned and isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"fully_shard: expected a module with a forward, got {type(module).__name__} with parameters such as "
+            f"{owned[0].fqn}, which would never be gathered. Shard the modules inside it, or the module around it."
+        )
+
+
+def merge_schedule(policy: SchedulePolicy | None, reshard_after_forward: bool | None) -> SchedulePolicy:
+    """Return the schedule that both arguments describe, refusing two values for one setting."""
+    schedule = policy or SchedulePolicy()
+    if reshard_after_forward is None:
+        return schedule
+    if schedule.reshard_after_forward is not None:
+        raise ValueError(
+            f"fully_shard reshard_after_forward: expected None with a schedule_policy that sets it, got "
+            f"{reshard_after_forward}. Set it in one place."
+        )
+    return replace(schedule, reshard_after_forward=reshard_after_forward)
+
+
+def check_numbers(grad_divisor: Any, gradient_reduction: Any) -> None:
+    """Refuse a divisor or reduction that means nothing."""
+    if isinstance(grad_divisor, bool) or not isinstance(grad_divisor, (int, float)) or grad_divisor <= 0:
+        raise ValueError(f"fully_shard grad_divisor: expected a number > 0, got {grad_divisor!r}.")
+    if gradient_reduction not in ("average", "sum"):
+        raise ValueError(f"fully_shard gradient_reduction: expected 'average' or 'sum', got {gradient_reduction!r}.")
+
+
+def check_placements(mesh: DeviceMesh, placements: Placements | None) -> Placements:
+    """Return placements with one entry per mesh axis, refusing what is not supported yet."""
+    if mesh.ndim != 1:
+        raise NotImplementedError(
+            f"fully_shard mesh: expected one axis, got {mesh.ndim} axes {mesh.mesh_dim_names}; hybrid sharding is not "
+            "supported yet. Pass a one-dimensional mesh, e.g. mesh['dp']."
+        )
+    zero3 = Placements.from_strategy("optim_grads_params")
+    if placements is None:
+        return zero3
+    names = mesh.mesh_dim_names or ()
+    axis = placements.dp_axes[0]
+    if len(placements.dp_axes) != 1 or axis not in (0, *names):
+        raise ValueError(
+            f"fully_shard placements: expected the axis 0 or one of {names}, got {placements.dp_axes}. "
+            "Name the mesh's own axes."
+        )
+    fields = (placements.parameter, placements.gradient, placements.optimizer)
+    if any(field != (Shard(0),) for field in fields):
+        raise NotImplementedError(
+            f"fully_shard placements: expected Shard(0) for parameter, gradient and optimizer (ZeRO-3), got "
+            f"{placements}; other strategies are not supported yet. Leave placements out."
+        )
+    return placements
+
+
+def check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: MixedPrecisionPolicy) -> None:
+    """Refuse parameters that cannot be sharded as they are."""
+    kind = type(module).__name__
+    for item in owned:
+        parameter = item.parameter
+        sharded_by = getattr(parameter, "_fsdp_unit", None)
+        if sharded_by is not None:
+            raise ValueError(
+                f"fully_shard of {kind}: expected parameters of one unit, got {item.fqn}, which unit {sharded_by} has "
+                "sharded already: a weight tied across two units. Shard the smallest module that holds both uses as "
+                "one unit."
+            )
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"fully_shard of {kind}: expected plain parameters, got the DTensor {item.fqn}. Parameters that are "
+                "distributed already are not supported yet."
+            )
+        if parameter.grad is not None:
+            raise ValueError(
+                f"fully_shard of {kind}: expected parameters without gradients, got one on {item.fqn}. Call "
+                "zero_grad() first."
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"fully_shard of {kind}: expected parameters without hooks, got some on {item.fqn}, which would never "
+                "run. Remove them; FsdpModule.register_post_backward_hook tells when a unit's backward ends."
+            )
+        if parameter.ndim == 0:
+            raise ValueError(
+                f"fully_shard of {kind}: expected parameters with at least one dim, got the scalar {item.fqn}. "
+                "Give it shape (1,)."
+            )
+        _check_main_dtype(kind, item, policy)
+
+
+def check_initial_values(module: nn.Module) -> None:
+    """Refuse tensors on the meta device that nothing would give values to."""
+    missing = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, owner in module.named_modules()
+        if not isinstance(owner, FsdpModule) and reset_method(owner) is None
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
+        if tensor is not None and tensor.is_meta
+    ]
+    if missing:
+        raise ValueError(
+            f"fully_shard of {type(module).__name__}: expected modules that can compute initial values for their "
+            f"tensors on the meta device, got {missing} without {' or '.join(RESET_METHODS)}. Give their modules such "
+            "a method, or build them on a real device."
+        )
+
+
+def _check_main_dtype(kind: str, item: OwnedParameter, policy: MixedPrecisionPolicy) -> None:
+    parameter, main = item.parameter, policy.main_params_dtype
+    if not parameter.requires_grad or main is None:
+        return
+    if torch.promote_types(parameter.dtype, main) != main:
+        raise ValueError(
+            f"fully_shard of {kind}: expected main_params_dtype at least as wide as {parameter.dtype} of {item.fqn}, "
+            f"got {main}. Widen it, or pass None to keep the parameters' dtype."
+        )
+
+
+def check_attributes(module: nn.Module) -> None:
+    """Refuse a module whose own attributes the mixin would hide."""
+    names = {name for name in vars(FsdpModule) if not name.startswith("__") and name != "_apply"} | {"unshard_event"}
+    taken = sorted(name for name in names if hasattr(module, name))
+    if taken:
+        raise ValueError(
+            f"fully_shard of {type(module).__name__}: expected no attributes named like FsdpModule's, got "
+            f"{taken}. Rename them, or shard a plain module around it."
+        )

@@ -1,0 +1,178 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks around a unit's forward, and around other methods that are registered like it.
+
+They watch the tensors that go in and out and call the unit's points; they decide nothing about memory or streams.
+
+[Note: tensors that leave a forward by another way]
+A unit's backward begins at its outputs. A tensor that is kept elsewhere and used in a loss leads into the unit, too.
+Tensors left in attributes of the unit's modules (an auxiliary loss, attention weights) are found after the forward, and
+outputs of inner modules on which somebody has registered a forward hook are watched, since such hooks often keep them.
+Any other way is noticed at the end of the backward, at the latest.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .boundary import ForwardCall, has_unknown_container, tensors_in
+from .module import FsdpModule
+from .phase import UnitPhase
+
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def register_hooks(unit: FsdpModule) -> None:
+    """Let the unit's forward call its points."""
+    module: Any = unit
+    module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(_post_forward, always_call=True)
+    unit._fsdp_keepers = tuple(inner for inner in unit._fsdp_inner_modules if not _is_of_torch(inner))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Treat a method as a forward: parameters are gathered while it runs, and its outputs lead to a backward.
+
+    The method may call the module itself; the parameters stay gathered until it returns.
+
+    Args:
+        module: a unit.
+        method_name: a method of its class, e.g. ``"encode"``.
+
+    Raises:
+        TypeError: the module is no unit.
+        ValueError: its class has no such method, or it is forward itself.
+    """
+    if not isinstance(module, FsdpModule):
+        raise TypeError(
+            f"register_fsdp_forward_method: expected a unit, got {type(module).__name__}. Call fully_shard on it first."
+        )
+    cls = type(module)
+    method = getattr(cls, method_name, None)
+    if method_name == "forward" or not inspect.isfunction(method) or hasattr(FsdpModule, method_name):
+        raise ValueError(
+            f"register_fsdp_forward_method of {cls.__name__}: expected a method of its class besides forward, got "
+            f"{method_name!r}. Name a function that is defined in the class."
+        )
+    if not getattr(method, "_fsdp_is_forward_method", False):
+        setattr(cls, method_name, _as_forward(method, method_name))
+    unit: Any = module
+    unit._fsdp_forward_methods.add(method_name)
+
+
+def _as_forward(method: Any, name: str) -> Any:
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name not in self._fsdp_forward_methods or self._fsdp_is_in_method:
+            return method(self, *args, **kwargs)
+        replaced = _pre_forward(self, args, kwargs)
+        args, kwargs = (args, kwargs) if replaced is None else replaced
+        self._fsdp_is_in_method = True
+        output = None
+        try:
+            output = method(self, *args, **kwargs)
+        finally:
+            self._fsdp_is_in_method = False
+            _post_forward(self, args, output)
+        return output
+
+    marked: Any = run
+    marked._fsdp_is_forward_method = True
+    return run
+
+
+def _pre_forward(unit: Any, args: Any, kwargs: Any) -> Any:
+    if unit._fsdp_is_in_method:
+        return None
+    unit.pre_forward()
+    if not torch.is_grad_enabled() or unit.phase is not UnitPhase.FORWARD:
+        return None
+    call = unit._fsdp_open_call = ForwardCall(unit, unit._fsdp_weight_version())
+    _watch_hooked_modules(unit)
+    return call.watch_inputs(args), call.watch_inputs(kwargs)
+
+
+def _post_forward(unit: Any, args: Any, output: Any) -> None:
+    if unit._fsdp_is_in_method:
+        return
+    call, unit._fsdp_open_call = unit._fsdp_open_call, None
+    needs_backward = False
+    if call is not None and torch.is_grad_enabled():
+        needs_backward = call.watch_outputs(output)
+        for kept in _kept_tensors(unit):
+            needs_backward = call.watch_outputs(kept) or needs_backward
+    if needs_backward:
+        parent = None if unit._fsdp_parent_ref is None else unit._fsdp_parent_ref()
+        if parent is not None and parent._fsdp_open_call is not None:
+            parent._fsdp_open_call.inner_calls.append(weakref.ref(call))
+    aliased = _aliased_weight(unit, output)
+    unit.post_forward(needs_backward)
+    if aliased is not None:
+        raise RuntimeError(
+            f"output of unit {unit.name}: expected a tensor of its own, got a view of its parameter {aliased}, whose "
+            "memory is released after forward. Return a copy: clone() it."
+        )
+    may_need = call is not None and (call.num_inputs or any(group.requires_grad for group in unit.parameter_groups))
+    if may_need and not needs_backward and has_unknown_container(output):
+        raise TypeError(
+            f"output of unit {unit.name}: expected tensors, or tuples, lists, mappings and dataclasses of them, got "
+            f"{type(output).__name__}, in which tensors that need gradients cannot be found. Return one of these."
+        )
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def _kept_tensors(unit: Any) -> Iterator[torch.Tensor]:
+    """Yield tensors with a history that a forward has left in attributes of the unit's modules."""
+    for module in (unit, *unit._fsdp_keepers):
+        for name, value in vars(module).items():
+            if isinstance(value, (torch.Tensor, list, tuple, dict)) and name not in _MODULE_ATTRIBUTES:
+                if name.startswith("_fsdp_"):
+                    continue
+                for tensor in tensors_in(value):
+                    if tensor.requires_grad and tensor.grad_fn is not None and not hasattr(tensor, "_fsdp_output_hook"):
+                        yield tensor
+
+
+def _watch_hooked_modules(unit: Any) -> None:
+    watched = unit._fsdp_watched
+    for inner in unit._fsdp_inner_modules:
+        if inner._forward_hooks and inner not in watched:
+            watched.add(inner)
+            inner.register_forward_hook(_InnerOutputs(weakref.ref(unit)))
+
+
+class _InnerOutputs:
+    """Forward hook of an inner module whose outputs somebody else's hook may keep."""
+
+    def __init__(self, unit: weakref.ref[Any]) -> None:
+        self._unit = unit
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        unit = self._unit()
+        call = None if unit is None else unit._fsdp_open_call
+        if call is not None and torch.is_grad_enabled():
+            call.watch_outputs(output, is_final=False)
+
+
+def _aliased_weight(unit: Any, output: Any) -> str | None:
+    """Return the name of the parameter whose memory an output of the unit shares, if there is one."""
+    pointers = {
+        group.full_weight.local.untyped_storage().data_ptr(): group for group in unit.parameter_groups if group.numel
+    }
+    for tensor in tensors_in(output):
+        if tensor.layout is not torch.strided or (isinstance(tensor, nn.Parameter) and not tensor.numel()):
+            continue
+        group = pointers.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        if group is not None:
+            return str(group.name_at(tensor.storage_offset()))
+    return None

@@ -1,0 +1,45 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules and parameters belong to a unit, and which to units inside it. It changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from .module import FsdpModule
+from .parameter_group import OwnedParameter
+
+
+def own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield `module` and the modules inside it, stopping at units."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, FsdpModule):
+            yield from own_modules(child)
+
+
+def owned_parameters(module: nn.Module) -> list[OwnedParameter]:
+    """Return the parameters below `module` that no inner unit owns, each once, with every place that holds it."""
+    owned: dict[int, OwnedParameter] = {}
+    names = {id(child): name for name, child in module.named_modules(remove_duplicate=True)}
+    for owner in dict.fromkeys(own_modules(module)):
+        prefix = names[id(owner)]
+        for name, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            entry = owned.setdefault(id(parameter), OwnedParameter(fqn, parameter))
+            entry.places.append((owner._parameters, name))
+    return list(owned.values())
+
+
+def group_parameters(owned: list[OwnedParameter]) -> list[list[OwnedParameter]]:
+    """Group by (dtype, requires_grad), in the order in which they first occur."""
+    groups: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
+    for item in owned:
+        key = (item.parameter.dtype, item.parameter.requires_grad)
+        groups.setdefault(key, []).append(item)
+    return list(groups.values())
