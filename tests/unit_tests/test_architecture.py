@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policy": {"placement"},
     "collectives": {"device"},
     "allocator": {"device"},
-    "dtensor": {"layout", "operations", "collectives"},
+    "scalars": set(),
+    "dtensor": {"layout", "operations", "collectives", "scalars"},
     "dbuffer": {"placement", "layout", "collectives", "allocator", "device"},
     "gradients": {"dbuffer", "device", "dtensor"},
     "parameter_group": {"dbuffer", "dtensor", "gradients", "policy", "placement", "layout", "allocator", "device"},
@@ -39,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "controls": {"policy", "schedule", "unit"},
     "module": {"schedule", "unit", "parameter_group", "boundary", "controls", "phase", "countdown", "policy", "device"},
     "hooks": {"boundary", "module", "phase"},
+    "registration": {"dtensor", "module"},
     "ownership": {"module", "parameter_group"},
     "checks": {"initial_values", "module", "parameter_group", "policy"},
     "fully_shard": {
@@ -50,10 +52,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "ownership",
         "parameter_group",
         "policy",
+        "registration",
         "replaced",
         "schedule",
     },
-    "optimizer": {"parameter_group", "collectives", "dtensor"},
+    "norms": {"collectives"},
+    "elementwise": {"operations"},
+    "optimizer": {"parameter_group", "dtensor", "elementwise"},
 }
 COMMUNICATION = {
     "all_gather",

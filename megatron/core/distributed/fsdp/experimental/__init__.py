@@ -10,7 +10,8 @@ from .dtensor import FsdpDTensor, gather_full, shard_dtensor
 from .fully_shard import fully_shard, fully_shard_context
 from .hooks import register_fsdp_forward_method
 from .module import FsdpModule
-from .optimizer import clip_grad_norm_, clip_grads_with_norm_, fully_shard_optimizer, grad_norm
+from .norms import clip_grad_norm_, clip_grads_with_norm_, grad_norm
+from .optimizer import fully_shard_optimizer
 from .placement import Flat
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
 from .schedule import FsdpContext, microbatch

@@ -24,8 +24,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from . import collectives
-from .layout import GroupLayout
-from .operations import ELEMENTWISE, base_name, gives_no_tensor, is_reduction, writes_first_operand
+from .layout import GroupLayout, TensorSlot
+from .operations import (
+    ELEMENTWISE,
+    base_name,
+    gives_no_tensor,
+    is_attribute_of_elements,
+    is_reduction,
+    writes_first_operand,
+)
+from .scalars import pend
+
+_ONE_DTYPE = frozenset({"fused_adam", "fused_adamw", "lerp"})
+"""Operations for which torch does not promote operands of different dtypes."""
 
 
 class ParameterOwner(Protocol):
@@ -222,7 +233,7 @@ class FsdpDTensor(DTensor):
         if name != "__get__" and (writes_first_operand(name) or not gives_no_tensor(operation)):
             _notify(args, kwargs, writes_first_operand(name))
         with torch._C.DisableTorchFunctionSubclass():
-            if name != "__get__":
+            if not is_attribute_of_elements(func):
                 _check_operation(operation, args, kwargs)
             result = func(*args, **kwargs)
             if isinstance(result, (DTensor, tuple, list)) and not isinstance(result, FsdpDTensor):
@@ -309,6 +320,8 @@ def _check_operation(operation: str, args: tuple[Any, ...], kwargs: dict[str, An
     """Refuse, on every rank alike, an operation that looks beyond the local part or mixes different cuts."""
     if operation in ELEMENTWISE:
         lists = [arg for arg in args if isinstance(arg, (tuple, list))]
+        for values in lists:
+            _check_mixture(operation, values)
         for operands in zip(*lists, strict=False) if lists else [(*args, *kwargs.values())]:
             _check_cuts(operation, operands)
     elif is_reduction(operation, args, kwargs):
@@ -336,11 +349,29 @@ def _refusal(operation: str, source: FsdpDTensor) -> RuntimeError:
     )
 
 
+def _check_mixture(operation: str, values: Sequence[Any]) -> None:
+    """Refuse a list that mixes sharded and plain tensors, which torch cannot run as one."""
+    sharded = next((value for value in values if isinstance(value, FsdpDTensor)), None)
+    others = [value for value in values if isinstance(value, torch.Tensor) and not isinstance(value, FsdpDTensor)]
+    if sharded is not None and others:
+        raise RuntimeError(
+            f"{operation} of the sharded parameter {sharded._geometry.fqn}: expected a list of sharded parameters, got "
+            f"one with a plain tensor of shape {tuple(others[0].shape)}, too. Give plain parameters an optimizer of their "
+            "own, or pass foreach=False."
+        )
+
+
 def _check_cuts(operation: str, operands: Sequence[Any]) -> None:
     """Refuse to combine a sharded tensor with one that is not cut as it is, unless that is a single number."""
     tensors = [tensor for tensor in operands if isinstance(tensor, torch.Tensor)]
     source = next((tensor for tensor in tensors if isinstance(tensor, FsdpDTensor)), None)
     for operand in tensors:
+        if source is not None and operation in _ONE_DTYPE and operand.dtype != source.dtype and operand.ndim:
+            raise RuntimeError(
+                f"{operation} of the sharded parameter {source._geometry.fqn}: expected operands of its dtype "
+                f"{source.dtype}, got {operand.dtype}, as gradients may have. Adapt the optimizer with "
+                "fully_shard_optimizer, which casts them."
+            )
         if source is None or operand is source or (operand.numel() == 1 and not isinstance(operand, FsdpDTensor)):
             continue
         is_alike = isinstance(operand, FsdpDTensor) and operand._geometry.cut == source._geometry.cut
@@ -367,6 +398,8 @@ def _adopt(result: Any, inputs: Sequence[FsdpDTensor], operation: str) -> None:
             _mark(output, source._geometry)
         elif operation in ELEMENTWISE or output.ndim > 0 or _is_cut(output):
             raise _refusal(operation, source)
+        else:
+            pend(output)
 
 
 def _cut_alike(output: DTensor, source: FsdpDTensor) -> bool:
@@ -375,3 +408,6 @@ def _cut_alike(output: DTensor, source: FsdpDTensor) -> bool:
         and output.placements == source.placements
         and output._local_tensor.shape == source._local_tensor.shape
     )
+
+
+torch.serialization.add_safe_globals([shard_dtensor, ShardGeometry, GroupLayout, TensorSlot])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from . import hooks
+from . import hooks, registration
 from .allocator import ResizingAllocator
 from .checks import (
     check_attributes,
@@ -160,6 +160,7 @@ def _attach(
     unit._fsdp_setup(context, groups, schedule_policy, owners[1:], register_hooks=register_hooks)
     if register_hooks:
         hooks.register_hooks(unit)
+    registration.watch(owners, unit)
     for owner in owners:
         owner.register_load_state_dict_pre_hook(_check_load)  # type: ignore[no-untyped-call]
         owner.register_state_dict_pre_hook(_check_state_dict)  # type: ignore[no-untyped-call]

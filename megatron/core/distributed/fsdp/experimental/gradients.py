@@ -61,6 +61,7 @@ class GroupGradients:
         self._unsharded = unsharded_parameters
         self._divisor = grad_divisor
         self._assigned: list[Any] = []
+        self._is_checked = False
         self._own = [
             shard_dtensor(piece, replace(_geometry(parameter), owner=None))
             for piece, parameter in zip(main.pieces, sharded_parameters, strict=True)
@@ -106,6 +107,7 @@ class GroupGradients:
             self._take(self.full.pieces, adds=False)
 
     def _take(self, pieces: Sequence[torch.Tensor], adds: bool) -> None:
+        self._require_own_gradients()
         targets: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         for parameter, piece in zip(self._unsharded, pieces, strict=True):
@@ -119,6 +121,18 @@ class GroupGradients:
             write: Callable[..., Any] = torch._foreach_add_ if adds else torch._foreach_copy_
             with torch.no_grad():
                 write(targets, gradients)
+
+    def _require_own_gradients(self) -> None:
+        """Refuse kernels that write gradients elsewhere; asked once, at the first backward."""
+        if self._is_checked:
+            return
+        for own, parameter in zip(self._own, self._unsharded, strict=True):
+            if getattr(parameter, "grad_added_to_main_grad", False):
+                raise RuntimeError(
+                    f"gradient of {own.geometry.fqn}: expected it in .grad, got grad_added_to_main_grad set by a fused "
+                    "kernel, whose sum would be lost. Turn gradient_accumulation_fusion off."
+                )
+        self._is_checked = True
 
     def drop(self) -> bool:
         """Forget full gradients of a backward that will not be reduced; return whether there were any."""

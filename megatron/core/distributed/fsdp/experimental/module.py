@@ -64,8 +64,6 @@ class FsdpModule(UnitControls):
         self._fsdp_watched: set[nn.Module] = set()
         self._fsdp_forward_methods: set[str] = set()
         self._fsdp_is_in_method = False
-        held = [module._parameters for module in (_as_module(self), *inner_modules)]
-        self._fsdp_parameter_counts = [(parameters, len(parameters)) for parameters in held]
         self._fsdp_parent_ref: weakref.ref[FsdpModule] | None = None
         self._fsdp_has_told = False
         self._fsdp_open_call: ForwardCall | None = None
@@ -187,7 +185,6 @@ class FsdpModule(UnitControls):
         """Make full parameters available to forward, and start gathering the next unit's."""
         context = self._fsdp_context
         context.ensure_finalized()
-        self._fsdp_check_parameters()
         if is_in_backward():
             if self._fsdp_phase is not UnitPhase.BACKWARD:
                 self._fsdp_enter(UnitPhase.FORWARD)
@@ -331,14 +328,6 @@ class FsdpModule(UnitControls):
         parent = None if self._fsdp_parent_ref is None else self._fsdp_parent_ref()
         if parent is not None:
             parent._fsdp_close_if_complete()
-
-    def _fsdp_check_parameters(self) -> None:
-        for held, count in self._fsdp_parameter_counts:
-            if len(held) != count:
-                raise RuntimeError(
-                    f"parameters of unit {self.name}: expected {count} in one of its modules, as when it was sharded, "
-                    f"got {sorted(held)}. Add and remove parameters before fully_shard."
-                )
 
     def _fsdp_report(self, operation: str) -> None:
         for group in self._fsdp_groups:

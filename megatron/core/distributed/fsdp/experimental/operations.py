@@ -12,13 +12,13 @@ from typing import Any
 
 ELEMENTWISE = frozenset(
     (
-        "abs acos add addcdiv addcmul asin atan bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp "
-        "clamp_max clamp_min clip clone constant contiguous copy cos cosh cpu cuda deepcopy detach div divide double "
-        "empty_like eq erf exp expm1 fill float floor floor_divide full_like fused_adagrad fused_adam fused_adamw "
-        "fused_sgd ge get gt half isfinite isinf isnan ldexp le lerp log log10 log1p log2 logical_and logical_not "
-        "logical_or logical_xor lt maximum minimum mul multiply nan_to_num ne neg ones_like positive pow real "
-        "reciprocal relu remainder requires_grad round rsqrt rsub sgn sigmoid sign sin sinh sqrt square sub subtract "
-        "tan tanh to true_divide truediv trunc type type_as where zero zeros_like"
+        "abs acos add addcdiv addcmul amp_foreach_non_finite_check_and_unscale asin atan bfloat16 bitwise_and "
+        "bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip clone constant contiguous copy cos "
+        "cosh cpu cuda deepcopy detach div divide double empty_like eq erf exp expm1 fill float floor floor_divide "
+        "full_like fused_adam fused_adamw ge get gt half isfinite isinf isnan ldexp le lerp log log10 log1p log2 "
+        "logical_and logical_not logical_or logical_xor lt maximum minimum mul multiply nan_to_num ne neg "
+        "ones_like positive pow real reciprocal relu remainder requires_grad round rsqrt rsub sgn sigmoid sign sin "
+        "sinh sqrt square sub subtract tan tanh to true_divide truediv trunc type type_as where zero zeros_like"
     ).split()
 )
 """The result has the cut of its operands."""
@@ -36,8 +36,14 @@ _DUNDER_WRITES = frozenset(
 )
 
 
+_CONVERSIONS = frozenset("__bool__ __complex__ __contains__ __float__ __index__ __int__ __iter__".split())
+_MOVING_ATTRIBUTES = frozenset("H T mH mT imag".split())
+
+
 def base_name(name: str) -> str:
     """Return the operation behind a torch function's name: ``_foreach_mul_`` and ``__rmul__`` are both ``mul``."""
+    if name in _CONVERSIONS:
+        return "item"
     base = name
     if base.startswith("__") and base.endswith("__"):
         base = base[2:-2]
@@ -61,6 +67,12 @@ def is_reduction(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         order is None or order == "fro" or (isinstance(order, (int, float)) and 0 < order < math.inf)
         for order in orders
     )
+
+
+def is_attribute_of_elements(func: Any) -> bool:
+    """Return whether a torch function reads an attribute that does not move elements, as ``.T`` does."""
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return getattr(func, "__name__", "") == "__get__" and attribute not in _MOVING_ATTRIBUTES
 
 
 def gives_no_tensor(operation: str) -> bool:

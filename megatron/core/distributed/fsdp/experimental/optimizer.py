@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers that step local shards, and gradient statistics that know how gradients are distributed.
+"""Optimizers that step local shards.
 
 It changes neither the optimizer's rule nor its hyperparameters. Checkpoint formats are elsewhere.
 
@@ -13,23 +13,24 @@ the step shares; `state_dict()` wraps them into DTensors and `load_state_dict()`
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from . import collectives
 from .dtensor import FsdpDTensor, shard_dtensor
+from .elementwise import ElementwiseOnly
 from .parameter_group import FsdpParameterGroup
 
 _NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 """torch optimizers whose update of an element depends on elements that other ranks hold, or that need a closure."""
+
+_NAMES = "fsdp_names"
+"""Key of the parameters' names in a saved param_group: what groups are matched by at load."""
 
 _adapted_classes: dict[type, type] = {}
 
@@ -143,6 +144,10 @@ def _make_step(cls: Any) -> Any:
     inherited = cls.step
     original = inherited.__wrapped__ if getattr(inherited, "hooked", False) else inherited
 
+    # Their rules are known, and a mode would cost host time in every operation.
+    is_known = cls.__module__.partition(".")[0] in ("torch", "transformer_engine", "apex", "megatron")
+    guard: Callable[[str], AbstractContextManager[Any]] = (lambda name: nullcontext()) if is_known else ElementwiseOnly
+
     def step(self: Any, closure: Any = None) -> None:
         """Update the main weights; the next forward makes the compute weights from them."""
         if closure is not None:
@@ -150,7 +155,7 @@ def _make_step(cls: Any) -> Any:
                 f"{type(self).__name__}.step: expected no closure, got one. A closure re-runs forward and backward "
                 "while the step holds local shards. Compute the loss before the step."
             )
-        with self._fsdp_step.lend_locals(self):
+        with self._fsdp_step.lend_locals(self), guard(cls.__name__):
             original(self)
 
     return step
@@ -246,8 +251,12 @@ def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+def _names(optimizer: Any) -> list[list[str]]:
+    return [[parameter.geometry.fqn for parameter in group["params"]] for group in optimizer.param_groups]
+
+
 def _wrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict whose tensors that are cut like their parameter are DTensors."""
+    """Return a state dict that names its parameters, and whose tensors that are cut like one are DTensors."""
     parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
     ids = [i for param_group in state_dict["param_groups"] for i in param_group["params"]]
     by_id = dict(zip(ids, parameters, strict=True))
@@ -255,7 +264,10 @@ def _wrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         key: {name: _wrap(value, by_id[key]) for name, value in state.items()} if key in by_id else state
         for key, state in state_dict["state"].items()
     }
-    return {**state_dict, "state": wrapped}
+    groups = [
+        {**group, _NAMES: names} for group, names in zip(state_dict["param_groups"], _names(optimizer), strict=True)
+    ]
+    return {**state_dict, "state": wrapped, "param_groups": groups}
 
 
 def _wrap(value: Any, parameter: FsdpDTensor) -> Any:
@@ -264,10 +276,11 @@ def _wrap(value: Any, parameter: FsdpDTensor) -> Any:
 
 
 def _unwrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict of local tensors for torch's own load.
+    """Return a state dict of local tensors for torch's own load, with groups and parameters in the optimizer's order.
 
     Raises:
-        ValueError: a plain tensor of more than one element, whose cut is unknown.
+        ValueError: other parameters or another grouping, or a plain tensor of more than one element, whose cut is
+            unknown.
     """
     for key, item in state_dict["state"].items():
         for name, value in item.items() if isinstance(item, dict) else ():
@@ -280,105 +293,30 @@ def _unwrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         key: {name: _local(value) for name, value in item.items()} if isinstance(item, dict) else item
         for key, item in state_dict["state"].items()
     }
-    return {**state_dict, "state": state}
+    return {**state_dict, "state": state, "param_groups": _matched_groups(optimizer, state_dict["param_groups"])}
 
 
-def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> torch.Tensor:
-    """Scale gradients so that their norm over all parameters and ranks is at most `max_norm`.
-
-    Every rank must call it with the same parameters. There is no host synchronisation unless `error_if_nonfinite`.
-
-    Args:
-        parameters: sharded parameters, or plain ones that are equal on every rank; those without gradient are skipped.
-        max_norm: upper bound, > 0.
-        norm_type: order of the norm, > 0; may be inf.
-        error_if_nonfinite: raise rather than scale by a norm that is nan or inf.
-
-    Returns:
-        The norm before clipping: a 0-d tensor, the same on every rank; float32, or float64 if a parameter is.
-
-    Raises:
-        ValueError: a bound or order out of range.
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
-    """
-    if not max_norm > 0 or not norm_type > 0:
-        raise ValueError(f"clip_grad_norm_: expected max_norm > 0 and norm_type > 0, got {max_norm} and {norm_type}.")
-    items = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    total = grad_norm(items, norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(
-            f"clip_grad_norm_: expected a finite gradient norm, got {float(total)}. Lower the learning rate or the "
-            "loss scale, or pass error_if_nonfinite=False to go on."
-        )
-    clip_grads_with_norm_(items, max_norm, total)
-    return total
+def _matched_groups(optimizer: Any, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the saved groups as the optimizer has them: matched by their parameters' names, not by position."""
+    wanted = _names(optimizer)
+    flat = [name for names in wanted for name in names]
+    # Roots that share an optimizer may have parameters of one name: then only the same order will do.
+    is_ambiguous = len(set(flat)) != len(flat)
+    by_names = {_key(group.get(_NAMES, ()), position, is_ambiguous): group for position, group in enumerate(saved)}
+    matched = []
+    for position, names in enumerate(wanted):
+        group = by_names.get(_key(names, position, is_ambiguous))
+        if group is None or len(by_names) != len(optimizer.param_groups):
+            raise ValueError(
+                f"optimizer state: expected {len(optimizer.param_groups)} groups with this optimizer's parameters, got "
+                f"{len(saved)}, none of which holds {names[:3]} of param_groups[{position}]. Build the optimizer with the "
+                "groups of the saved one, and load what an adapted optimizer has saved."
+            )
+        ids = dict(zip(group[_NAMES], group["params"], strict=True))
+        kept = {key: value for key, value in group.items() if key != _NAMES}
+        matched.append({**kept, "params": group["params"] if is_ambiguous else [ids[name] for name in names]})
+    return matched
 
 
-def clip_grads_with_norm_(parameters: Iterable[torch.Tensor], max_norm: float, total_norm: torch.Tensor) -> None:
-    """Scale gradients by max_norm / total_norm if that is below one; no communication, no host synchronisation.
-
-    Args:
-        parameters: sharded or plain parameters; those without gradient are skipped.
-        max_norm: upper bound of the norm.
-        total_norm: the norm as it is, 0-d, the same on every rank.
-    """
-    scale = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        gradients = [_local_gradient(item.grad) for item in parameters if item.grad is not None]
-        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            torch._foreach_mul_([g for g in gradients if g.dtype is dtype], scale)
-
-
-def grad_norm(parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of all gradients over all ranks, 0-d, as `clip_grad_norm_` does; every rank must call it.
-
-    Shards are reduced over the mesh axes that shard them and over no other, so that replicas count once. Every mesh
-    among the parameters is reduced over, whether this rank has gradients there or not. Sums are kept in float64, so
-    that the norm, and with it clipping, does not depend on how many ranks share the gradients.
-    """
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        buckets: dict[Any, tuple[list[dist.ProcessGroup], list[torch.Tensor]]] = {}
-        for parameter in parameters:
-            key, groups = _reduction_groups(parameter)
-            gradients = buckets.setdefault(key, (groups, []))[1]
-            if parameter.grad is not None:
-                gradients.append(_local_gradient(parameter.grad))
-        device = _local_gradient(parameters[0]).device if parameters else torch.device("cpu")
-        is_wide = any(parameter.dtype is torch.float64 for parameter in parameters)
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        is_max = math.isinf(norm_type)
-        for groups, gradients in buckets.values():
-            part = _power_sum(gradients, norm_type, like=total)
-            for group in groups:
-                collectives.all_reduce(part, "max" if is_max else "sum", group)
-            total = torch.maximum(total, part) if is_max else total + part
-        norm = total if is_max else total.pow(1.0 / norm_type)
-        return norm if is_wide else norm.float()
-
-
-def _reduction_groups(parameter: torch.Tensor) -> tuple[Any, list[dist.ProcessGroup]]:
-    if not isinstance(parameter, DTensor):
-        return None, []
-    mesh = parameter.device_mesh
-    axes = tuple(axis for axis, at in enumerate(parameter.placements) if at.is_shard())
-    return (mesh, axes), [mesh.get_group(axis) for axis in axes]
-
-
-def _local_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-
-
-def _power_sum(gradients: Sequence[torch.Tensor], norm_type: float, *, like: torch.Tensor) -> torch.Tensor:
-    """Return the sum over elements of |g|**norm_type, or their largest |g| for inf, in float64."""
-    filled = [gradient for gradient in gradients if gradient.numel()]
-    if not filled:
-        return torch.zeros_like(like)
-    norms = torch.stack(torch._foreach_norm(filled, norm_type, dtype=like.dtype))
-    if math.isinf(norm_type):
-        return norms.max()
-    return norms.pow(norm_type).sum()
+def _key(names: Sequence[str], position: int, is_ambiguous: bool) -> tuple[Any, ...]:
+    return (position, *names) if is_ambiguous else tuple(sorted(names))

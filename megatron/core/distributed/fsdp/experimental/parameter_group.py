@@ -194,6 +194,7 @@ class FsdpParameterGroup:
             # backward is not taken for an in-place change of a saved weight.
             unsharded: Any = nn.Parameter(self.full_weight.pieces[index].data, requires_grad=original.requires_grad)
             unsharded._fsdp_is_gathered = True
+            unsharded.main_grad = _NoMainGrad(fqn)
             for attribute, value in vars(original).items():
                 if attribute not in _RUNTIME_ATTRIBUTES:
                     setattr(sharded, attribute, value)
@@ -253,8 +254,8 @@ class FsdpParameterGroup:
         if self.gradients is not None and self.gradients.drop():
             raise RuntimeError(
                 f"gradients of unit {self.name.rpartition('.')[0]}: expected all of them within the unit's own "
-                "backward, got some while its weights were released, and dropped them: a tensor left the unit's forward "
-                "by another way than its outputs. Return it, or keep it as an attribute of one of the unit's modules."
+                "backward, got some while its weights were released, and dropped them: a tensor left the unit's "
+                "forward by another way than its outputs. Return it, or keep it as an attribute of one of its modules."
             )
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
@@ -385,3 +386,16 @@ def _main_dtype(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.
     if not parameter.requires_grad or policy.main_params_dtype is None:
         return dtype
     return policy.main_params_dtype
+
+
+class _NoMainGrad:
+    """Stands where fused kernels expect a main gradient to add to; every use raises."""
+
+    def __init__(self, fqn: str) -> None:
+        self._fqn = fqn
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            f"main_grad of {self._fqn}: expected gradients in .grad, got a kernel that adds them to a main gradient. "
+            "Turn gradient_accumulation_fusion off."
+        )

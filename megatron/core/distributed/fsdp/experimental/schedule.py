@@ -67,7 +67,7 @@ class FsdpContext:
         self._registered: IndexedOrder[Unit] = IndexedOrder()
         self.is_implicit = False
         self._is_finalized = False
-        self._is_initializing = False
+        self.is_initializing = False
         self._backward_tasks: dict[int, weakref.ref[_PostBackward]] = {}
         self.reductions = ReductionQueue()
 
@@ -116,14 +116,14 @@ class FsdpContext:
     def initialize_values(self) -> None:
         """Compute the initial values of parameters that were built on the meta device, if they are still missing."""
         units = self.units()
-        if self._is_initializing or not any(group.lacks_values for unit in units for group in unit.parameter_groups):
+        if self.is_initializing or not any(group.lacks_values for unit in units for group in unit.parameter_groups):
             return
-        self._is_initializing = True
+        self.is_initializing = True
         try:
             for root in find_roots(self._registered):
                 initialize_values(root, self.device)
         finally:
-            self._is_initializing = False
+            self.is_initializing = False
 
     def ensure_finalized(self) -> None:
         """Finalise an implicit context; raise for an explicit one whose construction has not ended.
@@ -342,7 +342,10 @@ def is_in_backward() -> bool:
 
 
 class _PostBackward:
-    """Callback at the end of one backward; weak, so that the engine does not keep a context alive."""
+    """Callback at the end of one backward; weak, so that the engine does not keep a context alive.
+
+    The engine drops the callback of a backward that failed, which brings the units to rest at once.
+    """
 
     def __init__(self, context: weakref.ref[FsdpContext], task: int) -> None:
         self._context = context
@@ -352,3 +355,8 @@ class _PostBackward:
         context = self._context()
         if context is not None:
             context.post_backward(self._task)
+
+    def __del__(self) -> None:
+        context = self._context()
+        if context is not None:
+            context.recover()

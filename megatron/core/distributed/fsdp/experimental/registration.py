@@ -1,0 +1,65 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""What is added to a unit's modules after it was sharded: refused at once, since nothing would gather or reduce it.
+
+It uses torch's hooks on the registration of parameters and modules, which cost nothing while a model runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from .dtensor import FsdpDTensor
+from .module import FsdpModule
+
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FsdpModule]] = weakref.WeakKeyDictionary()
+
+
+def watch(modules: Iterable[nn.Module], unit: FsdpModule) -> None:
+    """Refuse further parameters in these modules, which belong to `unit`."""
+    _install()
+    for module in modules:
+        _owners[module] = weakref.ref(unit)
+
+
+def _install() -> None:
+    global _is_installed
+    if not _is_installed:
+        _is_installed = True
+        register_module_parameter_registration_hook(_on_parameter)
+        register_module_module_registration_hook(_on_module)
+
+
+_is_installed = False
+
+
+def _on_parameter(module: nn.Module, name: str, parameter: Any) -> None:
+    reference = _owners.get(module)
+    unit = None if reference is None else reference()
+    if unit is not None and parameter is not None and not unit.context.is_initializing:
+        raise _refusal(unit, name)
+
+
+def _on_module(module: nn.Module, name: str, added: Any) -> None:
+    reference = _owners.get(module)
+    unit = None if reference is None else reference()
+    if unit is None or added is None:
+        return
+    for inner, parameter in added.named_parameters():
+        if not isinstance(parameter, FsdpDTensor):
+            raise _refusal(unit, f"{name}.{inner}")
+
+
+def _refusal(unit: FsdpModule, name: str) -> RuntimeError:
+    return RuntimeError(
+        f"parameters of unit {unit.name}: expected those that it was sharded with, got {name}, whose gradients would "
+        "stay on this rank. Add and replace parameters before fully_shard, and write new values with copy_."
+    )
