@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Cases about how a sharded model looks: operations on parameters, many dims, tied weights, inspection, sizes."""
+"""Cases about how a sharded model looks: operations on parameters, many dims, tied weights, inspection."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from megatron.core.distributed.fsdp.experimental import FsdpDTensor, fully_shard, fully_shard_optimizer
-from tests.unit_tests.launch import run_ranks, run_ranks_expecting
-from tests.unit_tests.models import MODELS, Mlp, build, loss_of, make_batch, shard_layers
+from tests.unit_tests.launch import run_ranks
+from tests.unit_tests.models import MODELS, build, loss_of, make_batch, shard_layers
 from tests.unit_tests.oracle import assert_at_rest
 from tests.unit_tests.trace import CollectiveLog
 
@@ -298,49 +298,3 @@ def _rank_zero_looks() -> None:
 
 def test_pb082_rank_zero_alone_may_look_at_a_model_in_training() -> None:
     run_ranks(2, _rank_zero_looks, timeout_s=30)
-
-
-# --- PB-120 -----------------------------------------------------------------------------------------------------------
-
-
-def _logical_attributes() -> None:
-    """What tools read off a model to size an adapter is what it was before fully_shard."""
-    plain, model = build("tied"), shard_layers(build("tied"))
-    for (name, module), other in zip(model.named_modules(), plain.modules(), strict=True):
-        for attribute in ("in_features", "out_features", "num_embeddings", "embedding_dim", "normalized_shape"):
-            assert getattr(module, attribute, None) == getattr(other, attribute, None), (name, attribute)
-        assert isinstance(module, type(other))
-    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert parameter.shape == other.shape == parameter.size() and parameter.numel() == other.numel(), name
-        assert parameter.shape[0] == other.shape[0] and len(parameter) == len(other) and parameter.dim() == other.dim()
-        assert parameter.stride() == other.stride() and parameter.is_contiguous()
-        assert parameter.device == other.device and parameter.dtype is other.dtype
-        assert parameter.element_size() == other.element_size() and parameter.is_leaf and parameter.requires_grad
-        assert not parameter.is_meta and not parameter.is_sparse and parameter.is_floating_point()
-    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
-    narrow = shard_layers(build("mlp").bfloat16())
-    assert {p.dtype for p in narrow.parameters()} == {torch.float32}  # the main weights
-    assert narrow.layers[0].in_features == 7 and narrow.layers[0].out_features == 13
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_pb120_sizes_device_and_dtype_are_logical(world_size: int) -> None:
-    run_ranks(world_size, _logical_attributes)
-
-
-def _parameter_added(where: str, has_run: bool) -> None:
-    model = shard_layers(build("mlp"))
-    x = torch.full((1, Mlp.in_features), dist.get_rank() + 1.0)
-    if has_run:
-        model(x)
-    model.get_submodule(where).register_parameter("adapter", nn.Parameter(torch.ones(2)))
-    model(x)
-
-
-@pytest.mark.parametrize("has_run", [False, True])
-@pytest.mark.parametrize("where", ["", "layers.1"])
-def test_pb120_parameter_added_after_wrap_is_refused(where: str, has_run: bool) -> None:
-    for message in run_ranks_expecting(2, RuntimeError, _parameter_added, where, has_run):
-        unit = where or "FsdpMlp"
-        assert f"parameters of unit {unit}: expected" in message and "'adapter'" in message
-        assert "Add and remove parameters before fully_shard." in message

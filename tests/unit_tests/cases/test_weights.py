@@ -1,10 +1,9 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Cases about weights and optimizers: no stale weight computes, no foreign parameter is stepped, no rule is bent."""
+"""Cases about weights: none that computes is stale, sizes are logical, none comes in after fully_shard."""
 
 from __future__ import annotations
 
-import copy
 import re
 import tempfile
 from collections.abc import Callable
@@ -16,13 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megatron.core.distributed.fsdp.experimental import (
-    FsdpDTensor,
-    MixedPrecisionPolicy,
-    fully_shard,
-    fully_shard_optimizer,
-    gather_full,
-)
+from megatron.core.distributed.fsdp.experimental import MixedPrecisionPolicy, fully_shard_optimizer
 from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
 from tests.unit_tests.mcore import build_tower, optimizer_config, start, wrap
@@ -214,164 +207,47 @@ def test_pb020_distributed_checkpoints_are_refused(direction: str) -> None:
         assert "Save full_tensor(), or torch.save a state_dict() on every rank." in message
 
 
-# --- PB-022 -----------------------------------------------------------------------------------------------------------
-
-STATEFUL: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
-    "adam_foreach": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-    "adamw_tensor_lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), weight_decay=0.1, foreach=False),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1),
-    "sgd_tensor_lr": lambda p: torch.optim.SGD(p, lr=torch.tensor(0.05), momentum=0.9, weight_decay=0.1),
-}
+# --- PB-120 -----------------------------------------------------------------------------------------------------------
 
 
-def _give_gradients(model: Any, plain: nn.Module, seed: int) -> None:
-    """Give both models the very same gradients, so that everything after them is comparable bit by bit."""
-    generator = torch.Generator().manual_seed(seed)
-    for sharded, whole in zip(model.parameters(), plain.parameters(), strict=True):
-        whole.grad = torch.randn(whole.shape, generator=generator)
-        owned = sharded.geometry.layout.owned(sharded.geometry.index, dist.get_rank())
-        sharded.grad = torch.zeros_like(sharded)
-        sharded.grad.to_local().view(-1).copy_(whole.grad.view(-1)[owned.start : owned.stop])
+def _logical_attributes() -> None:
+    """What tools read off a model to size an adapter is what it was before fully_shard."""
+    plain, model = build("tied"), shard_layers(build("tied"))
+    for (name, module), other in zip(model.named_modules(), plain.modules(), strict=True):
+        for attribute in ("in_features", "out_features", "num_embeddings", "embedding_dim", "normalized_shape"):
+            assert getattr(module, attribute, None) == getattr(other, attribute, None), (name, attribute)
+        assert isinstance(module, type(other))
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.shape == other.shape == parameter.size() and parameter.numel() == other.numel(), name
+        assert parameter.shape[0] == other.shape[0] and len(parameter) == len(other) and parameter.dim() == other.dim()
+        assert parameter.stride() == other.stride() and parameter.is_contiguous()
+        assert parameter.device == other.device and parameter.dtype is other.dtype
+        assert parameter.element_size() == other.element_size() and parameter.is_leaf and parameter.requires_grad
+        assert not parameter.is_meta and not parameter.is_sparse and parameter.is_floating_point()
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
+    narrow = shard_layers(build("mlp").bfloat16())
+    assert {p.dtype for p in narrow.parameters()} == {torch.float32}  # the main weights
+    assert narrow.layers[0].in_features == 7 and narrow.layers[0].out_features == 13
 
 
-def _assert_same_training(model: Any, ours: Any, plain: nn.Module, theirs: Any) -> None:
-    assert [{k: v for k, v in g.items() if k != "params"} for g in ours.param_groups] == [
-        {k: v for k, v in g.items() if k != "params"} for g in theirs.param_groups
-    ]
-    saved = ours.state_dict()["state"]
-    for index, (sharded, whole) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
-        assert torch.equal(sharded.full_tensor(), whole.detach())
-        assert saved[index].keys() == theirs.state[whole].keys()
-        for key, value in theirs.state[whole].items():
-            found = saved[index][key]
-            assert torch.equal(gather_full(found, sharded) if isinstance(found, FsdpDTensor) else found, value), key
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_pb120_sizes_device_and_dtype_are_logical(world_size: int) -> None:
+    run_ranks(world_size, _logical_attributes)
 
 
-def _first_steps(name: str) -> None:
-    model, plain = shard_layers(build("mlp")), build("mlp")
-    ours, theirs = fully_shard_optimizer(STATEFUL[name](model.parameters())), STATEFUL[name](plain.parameters())
-    assert not ours.state and not ours.state_dict()["state"]  # neither adapting nor looking makes state
-    _give_gradients(model, plain, 0)
-    ours.step()
-    theirs.step()
-    _assert_same_training(model, ours, plain, theirs)
-    if "step" in theirs.state[plain.scale]:
-        assert ours.state[model.scale]["step"].item() == 1
-    weights, saved = copy.deepcopy({n: p.detach() for n, p in model.named_parameters()}), ours.state_dict()
-    fresh = shard_layers(build("mlp", seed=4))
-    fresh.load_state_dict(weights)
-    loaded = fully_shard_optimizer(STATEFUL[name](fresh.parameters()))
-    for group in loaded.param_groups:
-        group.update(lr=7.0, weight_decay=3.0)
-    loaded.load_state_dict(copy.deepcopy(saved))
-    _assert_same_training(fresh, loaded, plain, theirs)
-    for seed in (1, 2):
-        _give_gradients(fresh, plain, seed)
-        loaded.step()
-        theirs.step()
-        _assert_same_training(fresh, loaded, plain, theirs)
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_pb022_first_steps_after_a_start_and_after_a_load(name: str) -> None:
-    run_ranks(2, _first_steps, name)
-
-
-# --- PB-028 -----------------------------------------------------------------------------------------------------------
-
-
-def _built_before(groups: str, adapts: bool) -> None:
-    """Whatever raises, no weight has moved."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    old = list(model.parameters())
-    optimizer = torch.optim.SGD(old[:2] if groups == "mixed" else old, lr=0.1)
-    fully_shard(model[0])
-    fully_shard(model)
-    new = list(model.parameters())
-    before = [parameter.full_tensor() for parameter in new]
-    try:
-        if groups == "mixed":
-            optimizer.add_param_group({"params": new[2:], "lr": 0.5})
-        elif groups == "mixed_in_one":
-            torch.optim.SGD([*new, *old], lr=0.1)
-        if adapts:
-            fully_shard_optimizer(optimizer)
-        for _ in range(3):
-            model(torch.full((1, 3), dist.get_rank() + 1.0)).sum().backward()
-            optimizer.step()
-    finally:
-        assert all(torch.equal(p.full_tensor(), value) for p, value in zip(new, before, strict=True))
-
-
-@pytest.mark.parametrize("groups", ["old", "mixed"])
-def test_pb028_adapting_an_optimizer_over_originals_is_refused(groups: str) -> None:
-    for message in run_ranks_expecting(2, ValueError, _built_before, groups, True):
-        assert "expected sharded parameters, got parameter 0 of param_groups[0]: the original weight" in message
-        assert "that unit Linear#0 has replaced. Build the optimizer after fully_shard." in message
-
-
-@pytest.mark.parametrize("groups", ["old", "mixed", "mixed_in_one"])
-def test_pb028_plain_optimizer_over_originals_raises_before_it_changes_a_weight(groups: str) -> None:
-    for message in run_ranks_expecting(2, RuntimeError, _built_before, groups, False):
-        assert "of the original weight: expected a use of the module's current parameter" in message
-        assert "that unit Linear#0 has replaced by shards." in message and "build optimizers after" in message
-
-
-# --- PB-033 -----------------------------------------------------------------------------------------------------------
-
-
-class _Orthogonal(torch.optim.Optimizer):
-    """A matrix rule: the nearest orthogonal matrix of the gradient, as Muon's, in the user's own words."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                left, _, right = torch.linalg.svd(parameter.grad, full_matrices=False)
-                parameter.sub_(left @ right, alpha=group["lr"])
-
-
-def _chosen_by_ndim() -> None:
-    plain = build("convolutions")
-    model = shard_layers(build("convolutions"))
-    for matrices in (lambda p: p.ndim == 2, lambda p: p.ndim > 2, lambda p: p.dim() < 2, lambda p: p.shape[0] == 1):
-        chosen = [name for name, p in model.named_parameters() if matrices(p)]
-        assert chosen == [name for name, p in plain.named_parameters() if matrices(p)] and chosen
-    assert {p.to_local().ndim for p in model.parameters() if p.ndim > 1} <= {1, 2, 4}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_pb033_parameters_chosen_by_ndim_are_those_of_the_plain_model(world_size: int) -> None:
-    run_ranks(world_size, _chosen_by_ndim)
-
-
-def _matrix_rule(name: str, adapts: bool) -> None:
+def _parameter_added(where: str, has_run: bool) -> None:
     model = shard_layers(build("mlp"))
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    optimizer = _Orthogonal(matrices) if name == "own" else getattr(torch.optim, name)(matrices)
-    if adapts:
-        fully_shard_optimizer(optimizer)
-    inputs, targets = make_batch(model, 4, seed=dist.get_rank())
-    loss_of(model, inputs, targets).backward()
-    before = [parameter.full_tensor() for parameter in matrices]
-    try:
-        optimizer.step()
-    finally:
-        assert all(torch.equal(p.full_tensor(), value) for p, value in zip(matrices, before, strict=True))
+    x = torch.full((1, Mlp.in_features), dist.get_rank() + 1.0)
+    if has_run:
+        model(x)
+    model.get_submodule(where).register_parameter("adapter", nn.Parameter(torch.ones(2)))
+    model(x)
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_pb033_torchs_matrix_optimizers_are_not_adapted(name: str) -> None:
-    for message in run_ranks_expecting(2, ValueError, _matrix_rule, name, True):
-        assert f"expected an element-wise optimizer such as AdamW or SGD, got {name}" in message
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Muon", "own"])
-def test_pb033_plain_matrix_optimizers_raise_before_they_change_a_weight(name: str) -> None:
-    for message in run_ranks_expecting(2, RuntimeError, _matrix_rule, name, False):
-        assert "of the sharded parameter" in message and "Call full_tensor() first" in message
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("where", ["", "layers.1"])
+def test_pb120_parameter_added_after_wrap_is_refused(where: str, has_run: bool) -> None:
+    for message in run_ranks_expecting(2, RuntimeError, _parameter_added, where, has_run):
+        unit = where or "FsdpMlp"
+        assert f"parameters of unit {unit}: expected" in message and "'adapter'" in message
+        assert "Add and remove parameters before fully_shard." in message
