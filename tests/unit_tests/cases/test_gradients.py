@@ -209,6 +209,58 @@ def test_pb012_root_reused_in_one_loss(name: str) -> None:
     run_ranks(2, _reused_root, name)
 
 
+# --- PB-016 -----------------------------------------------------------------------------------------------------------
+
+
+class _FusedProduct(torch.autograd.Function):
+    """A linear layer whose backward adds the weight's gradient into `main_grad` itself, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, makes_own: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.makes_own = weight, makes_own
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, values = ctx.saved_tensors
+        weight = ctx.weight
+        if ctx.makes_own and not hasattr(weight, "main_grad"):
+            weight.main_grad = torch.zeros_like(values)
+        weight.main_grad.add_(grad.t() @ x)
+        weight.grad_added_to_main_grad = True
+        return grad @ values, torch.zeros_like(values), None
+
+
+class _FusedLinear(nn.Linear):
+    makes_own = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _FusedProduct.apply(x, self.weight, self.makes_own)
+        return out
+
+
+def _fused(makes_own: bool) -> str:
+    """Two microbatches; the runtime has no full main gradient to add to, so it must say so, and not lose gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(_FusedLinear(6, 5, bias=False), nn.Linear(5, 4))
+    model[0].makes_own = makes_own
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    with pytest.raises(RuntimeError) as raised:
+        for index in range(2):
+            with microbatch(model.context, is_last=index == 1):
+                _loss(model, _batches(index, 6)[dist.get_rank()]).backward()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("makes_own", [False, True], ids=["reads_main_grad", "makes_main_grad"])
+def test_pb016_fused_gradient_accumulation_is_refused(makes_own: bool) -> None:
+    for message in run_ranks(2, _fused, makes_own):
+        assert "0.weight" in message and "main_grad" in message and "expected" in message
+
+
 # --- PB-034 -----------------------------------------------------------------------------------------------------------
 
 
