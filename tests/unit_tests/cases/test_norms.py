@@ -210,6 +210,49 @@ def test_pb040_precision_aware_base_optimizer_under_megatron_core() -> None:
     run_ranks(2, _precision_aware_in_mcore)
 
 
+# --- PB-043 -----------------------------------------------------------------------------------------------------------
+
+
+def _scaled_backward(model: Any, optimizer: Any, scaler: Any, step: int) -> None:
+    optimizer.zero_grad()
+    inputs, targets = make_batch(model, 4, seed=10 * step + dist.get_rank())
+    scaler.scale(loss_of(model, inputs, targets)).backward()
+
+
+def _torch_scaler(adapts: bool) -> None:
+    """An overflow in one shard skips the step and halves the scale on every rank; scaling by itself changes no bit."""
+    model, unscaled = shard_layers(build("mlp")), shard_layers(build("mlp"))
+    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, unscaled))
+    if adapts:
+        optimizer, other = fully_shard_optimizer(optimizer), fully_shard_optimizer(other)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    scale = 2.0**10
+    for step in range(6):
+        _scaled_backward(model, optimizer, scaler, step)
+        overflows = step in (1, 4)
+        if overflows and dist.get_rank() == 1:
+            model.layers[0].weight.grad.to_local().view(-1)[-1] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        if overflows:
+            scale /= 2
+        else:
+            _scaled_backward(unscaled, other, off, step)
+            other.step()
+        if step == 3:
+            scale *= 2
+        assert scaler.get_scale() == scale
+        for one, two in zip(model.parameters(), unscaled.parameters(), strict=True):
+            assert torch.equal(one.to_local(), two.to_local())
+            assert float(optimizer.state[one]["step"]) == float(other.state[two]["step"])
+
+
+@pytest.mark.parametrize("adapts", [True, False], ids=["adapted", "plain"])
+def test_pb043_torchs_grad_scaler_skips_on_every_rank(adapts: bool) -> None:
+    run_ranks(2, _torch_scaler, adapts)
+
+
 # --- PB-080 -----------------------------------------------------------------------------------------------------------
 
 
