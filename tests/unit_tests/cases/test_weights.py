@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megatron.core.distributed.fsdp.experimental import MixedPrecisionPolicy, fully_shard_optimizer
+from megatron.core.distributed.fsdp.experimental import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
 from tests.unit_tests.mcore import build_tower, optimizer_config, start, wrap
@@ -251,3 +251,58 @@ def test_pb120_parameter_added_after_wrap_is_refused(where: str, has_run: bool) 
         unit = where or "FsdpMlp"
         assert f"parameters of unit {unit}: expected" in message and "'adapter'" in message
         assert "Add and remove parameters before fully_shard." in message
+
+
+class _Adapter(nn.Module):
+    """A low-rank pair beside a layer, as fine-tuning tools put it in the layer's place."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(13, 2, bias=False), nn.Linear(2, 11, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+def _add_child(model: Any) -> None:
+    model.layers[1].adapter = nn.Linear(13, 11)
+    model.layers[1].register_forward_hook(lambda module, args, output: output + module.adapter(args[0]))
+
+
+def _put_adapter_around(model: Any) -> None:
+    model.layers[1] = _Adapter(model.layers[1])
+
+
+def _replace_layer(model: Any) -> None:
+    model.layers[1] = nn.Linear(13, 11)
+
+
+ADDITIONS: dict[str, Callable[[Any], None]] = {
+    "child": _add_child,
+    "around": _put_adapter_around,
+    "replacement": _replace_layer,
+}
+
+
+def _module_added(how: str, in_one_unit: bool, has_run: bool) -> None:
+    """Parameters that come in as modules would train on every rank's own gradients."""
+    model = build("mlp")
+    if not in_one_unit:
+        for layer in model.layers:
+            fully_shard(layer)
+    fully_shard(model)
+    x = torch.full((1, Mlp.in_features), dist.get_rank() + 1.0)
+    if has_run:
+        model(x).sum().backward()
+    ADDITIONS[how](model)
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("in_one_unit", [False, True], ids=["units", "one_unit"])
+@pytest.mark.parametrize("how", ADDITIONS)
+def test_pb120_module_added_after_wrap_is_refused(how: str, in_one_unit: bool, has_run: bool) -> None:
+    for message in run_ranks_expecting(2, RuntimeError, _module_added, how, in_one_unit, has_run):
+        assert "layers.1" in message and "before fully_shard" in message
