@@ -99,6 +99,59 @@ def test_pb048_operations_that_raise_for_every_parameter(model_name: str) -> Non
     run_ranks(3, _refused, model_name)
 
 
+READS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda t: t.item(),
+    "float": float,
+    "int": lambda t: float(int(1000 * t)) / 1000,
+    "mean": lambda t: t.mean().item(),
+    "comparison": lambda t: float(bool(t > 0)),
+}
+
+
+def _scalars(model_name: str) -> None:
+    """A sum or norm read as a number is that of the whole parameter, or raises: never this rank's part (PB-037)."""
+    _, parameters = _parameters(model_name)
+    wrong = []
+    for fqn, parameter, whole in parameters:
+        for statistic in (torch.sum, torch.norm):
+            for name, read in READS.items():
+                expected = read(statistic(whole))
+                try:
+                    found = read(statistic(parameter.detach()))
+                except RuntimeError as error:
+                    assert fqn.split(".")[-1] in str(error), error
+                    continue
+                if found != pytest.approx(expected, rel=1e-5, abs=2e-3 if name == "int" else 1e-6):
+                    wrong.append(f"{name} of {statistic.__name__} of {fqn}: {found} for {expected}")
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("model_name", ["mlp", "one_element"])
+def test_pb048_sums_and_norms_read_as_numbers(model_name: str) -> None:
+    run_ranks(3, _scalars, model_name)
+
+
+NAMED_REFUSALS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "float_of_one_element": ("one_element", float),
+    "int_of_one_element": ("one_element", int),
+    "transpose": ("mlp", lambda t: t.T if t.ndim == 2 else t.t()),
+    "matrix_transpose": ("mlp", lambda t: t.mT if t.ndim == 2 else t.t()),
+}
+
+
+def _named_refusal(name: str) -> None:
+    model_name, operation = NAMED_REFUSALS[name]
+    _, parameters = _parameters(model_name)
+    for fqn, parameter, _ in parameters:
+        with pytest.raises(RuntimeError, match=rf"of the sharded parameter .*{fqn.split('.')[-1]}: expected"):
+            operation(parameter.detach())
+
+
+@pytest.mark.parametrize("name", NAMED_REFUSALS)
+def test_pb048_attributes_and_casts_name_the_parameter(name: str) -> None:
+    run_ranks(3, _named_refusal, name)
+
+
 # --- PB-050 -----------------------------------------------------------------------------------------------------------
 
 
