@@ -194,6 +194,26 @@ def test_pb031_groups_in_the_same_order_are_restored(rule: str) -> None:
     run_ranks(2, _restored, rule)
 
 
+def _reordered(rule: str, order: tuple[int, ...]) -> None:
+    """Groups follow their parameters, or nothing changes and the error names one."""
+    model, saved = _trained_groups(rule)
+    fresh, loaded = _three_groups(rule, order, 7.0)
+    before = _by_layer(fresh, loaded)
+    try:
+        loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    except ValueError as error:
+        assert "layers." in str(error) and "weight" in str(error)
+        assert _by_layer(fresh, loaded) == before
+    else:
+        assert _by_layer(fresh, loaded) == _by_layer(model, saved)
+
+
+@pytest.mark.parametrize("order", [(2, 0, 1), (1, 0, 2)])
+@pytest.mark.parametrize("rule", RULES)
+def test_pb031_groups_in_another_order_are_restored_or_refused(rule: str, order: tuple[int, ...]) -> None:
+    run_ranks(2, _reordered, rule, order)
+
+
 # --- PB-033 -----------------------------------------------------------------------------------------------------------
 
 
