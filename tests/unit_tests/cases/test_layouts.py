@@ -226,6 +226,16 @@ def test_pb050_more_than_two_dims(name: str, world_size: int) -> None:
     run_ranks(world_size, _many_dims, name)
 
 
+def _default_load(name: str) -> None:
+    torch.manual_seed(3)
+    _save_and_load(fully_shard(DIMS[name][0]()), DIMS[name][0])
+
+
+@pytest.mark.parametrize("name", ["conv2d", "five_dims"])
+def test_pb050_saved_state_loads_with_torchs_defaults(name: str) -> None:
+    run_ranks(2, _default_load, name)
+
+
 # --- PB-056 -----------------------------------------------------------------------------------------------------------
 
 
