@@ -270,3 +270,8 @@ def test_pb033_torchs_matrix_optimizers_are_not_adapted(name: str) -> None:
 def test_pb033_plain_matrix_optimizers_raise_before_they_change_a_weight(name: str) -> None:
     for message in run_ranks_expecting(2, RuntimeError, _matrix_rule, name, False):
         assert "of the sharded parameter" in message and "Call full_tensor() first" in message
+
+
+def test_pb033_matrix_rule_of_the_users_own_is_refused_when_adapted() -> None:
+    for message in run_ranks_expecting(2, (RuntimeError, ValueError), _matrix_rule, "own", True):  # type: ignore[arg-type]
+        assert "element-wise" in message
