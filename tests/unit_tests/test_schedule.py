@@ -22,7 +22,7 @@ from megatron.core.distributed.fsdp.experimental import (
 )
 from megatron.core.distributed.fsdp.experimental.device import observe
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
-from tests.unit_tests.models import build, loss_of, make_batch, shard_layers
+from tests.unit_tests.models import Mlp, build, loss_of, make_batch, shard_layers
 from tests.unit_tests.trace import Trace
 
 SHORT = {
@@ -36,11 +36,24 @@ SHORT = {
 NUM_STEPS = 3
 
 
+class _Aside(Mlp):
+    """Calls its first layer for nothing: backward gathers it ahead, and nobody waits for that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layers[0](x)
+        return super().forward(x).detach() + self.layers[2](self.layers[1](x.new_ones(len(x), 13)))
+
+
 def _train(
-    trace: Trace, *, dtype: torch.dtype = torch.float32, context: dict[str, Any] | None = None, **shard: Any
+    trace: Trace,
+    *,
+    aside: bool = False,
+    dtype: torch.dtype = torch.float32,
+    context: dict[str, Any] | None = None,
+    **shard: Any,
 ) -> nn.Module:
     with observe(trace):
-        model = build("mlp").to(dtype)
+        model = (_Aside() if aside else build("mlp")).to(dtype)
         with fully_shard_context("cpu", **(context or {})) as fsdp_context:
             shard_layers(model, **shard)
         optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
@@ -128,6 +141,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "unified": {"context": {"unify_communication_stream": True}},
     "reshard": {"schedule_policy": SchedulePolicy(reshard_after_forward=True)},
     "keep": {"schedule_policy": SchedulePolicy(reshard_after_forward=False)},
+    "aside": {"aside": True},
     "deep": {"schedule_policy": SchedulePolicy(forward_prefetch_units=3, backward_prefetch_units=3)},
 }
 
@@ -147,9 +161,10 @@ def test_no_races(recipe: str) -> None:
 def test_every_wait_is_needed() -> None:
     """Without any one of the schedule's waits the trace shows a race, so a wait can be neither lost nor superfluous."""
     ((_, sites),) = run_ranks(1, _races, RECIPES["bf16"])
-    assert len(sites) == 6
+    assert len(sites) == 7
     for site in sites:
-        ((races, _),) = run_ranks(1, _races, RECIPES["bf16"], site)
+        recipe = "aside" if "await_gathers" in site else "bf16"
+        ((races, _),) = run_ranks(1, _races, RECIPES[recipe], site)
         assert races, f"no race without the wait at {site}"
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from .group_options import OwnedParameter
 from .initial_values import RESET_METHODS, reset_method
 from .module import FsdpModule
-from .parameter_group import OwnedParameter
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
 
 

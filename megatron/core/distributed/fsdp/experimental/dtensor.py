@@ -13,17 +13,15 @@ to the results, and raises for the second, so that no tensor derived from a shar
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from . import collectives
+from .geometry import ShardGeometry
 from .layout import GroupLayout, TensorSlot
 from .operations import (
     ELEMENTWISE,
@@ -37,83 +35,6 @@ from .scalars import pend
 
 _ONE_DTYPE = frozenset({"fused_adam", "fused_adamw", "lerp"})
 """Operations for which torch does not promote operands of different dtypes."""
-
-
-class ParameterOwner(Protocol):
-    """Who is told what happens to a sharded parameter."""
-
-    def mark_main_weight_written(self) -> None:
-        """The parameter is about to be written."""
-        ...
-
-    def set_requires_grad(self, index: int, requires_grad: bool) -> None:
-        """Parameter `index` is to be frozen or unfrozen; raises if that cannot be."""
-        ...
-
-    def ensure_values(self) -> None:
-        """The parameter's values are about to be used."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class ShardGeometry:
-    """Which elements of one logical tensor each rank of a mesh owns.
-
-    Attributes:
-        fqn: name of the tensor, for errors.
-        layout: layout of the group that the tensor lies in.
-        index: position of the tensor in that layout.
-        mesh: the mesh whose ranks hold the layout's shards in order; one-dimensional.
-        owner: told of uses and writes; weak, so that tensors do not keep their group alive. None for a tensor that is
-            no parameter and comes from none.
-    """
-
-    fqn: str
-    layout: GroupLayout
-    index: int
-    mesh: DeviceMesh
-    owner: weakref.ref[ParameterOwner] | None = None
-
-    def __reduce__(self) -> Any:
-        """Pickle without the owner: a copy is not connected to a group."""
-        return ShardGeometry, (self.fqn, self.layout, self.index, self.mesh)
-
-    @property
-    def cut(self) -> tuple[int, int, int]:
-        """What decides which elements each rank owns of a tensor of a given size."""
-        return self.layout.slots[self.index].offset, self.layout.shard_numel, self.layout.num_shards
-
-    def notify_use(self, writes: bool) -> None:
-        """Tell the owner that the tensor's values are about to be read, or written."""
-        owner = None if self.owner is None else self.owner()
-        if owner is not None:
-            owner.ensure_values()
-            if writes:
-                owner.mark_main_weight_written()
-
-    def notify_requires_grad(self, requires_grad: bool) -> None:
-        """Tell the owner that the parameter is about to be frozen or unfrozen."""
-        owner = None if self.owner is None else self.owner()
-        if owner is not None:
-            owner.set_requires_grad(self.index, requires_grad)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Logical shape."""
-        return torch.Size(self.layout.slots[self.index].shape)
-
-    def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor; every rank of the mesh must call it.
-
-        Args:
-            local: this rank's elements, any shape.
-
-        Returns:
-            The logical shape, same dtype and device, without autograd history.
-        """
-        numels = [self.layout.owned(self.index, shard).numel for shard in range(self.layout.num_shards)]
-        parts = collectives.all_gather_uneven(local.detach().reshape(-1), numels, self.mesh.get_group(0))
-        return torch.cat(parts).view(self.shape)
 
 
 class FsdpDTensor(DTensor):
@@ -356,8 +277,8 @@ def _check_mixture(operation: str, values: Sequence[Any]) -> None:
     if sharded is not None and others:
         raise RuntimeError(
             f"{operation} of the sharded parameter {sharded._geometry.fqn}: expected a list of sharded parameters, got "
-            f"one with a plain tensor of shape {tuple(others[0].shape)}, too. Give plain parameters an optimizer of their "
-            "own, or pass foreach=False."
+            f"one with a plain tensor of shape {tuple(others[0].shape)}, too. Give plain parameters an optimizer of "
+            "their own, or pass foreach=False."
         )
 
 
@@ -394,9 +315,10 @@ def _adopt(result: Any, inputs: Sequence[FsdpDTensor], operation: str) -> None:
         if isinstance(output, FsdpDTensor):
             continue
         source = inputs[position] if len(outputs) > 1 and position < len(inputs) else inputs[0]
-        if operation in ELEMENTWISE and _cut_alike(output, source):
+        keeps = operation in ELEMENTWISE or operation == "get"
+        if keeps and _cut_alike(output, source):
             _mark(output, source._geometry)
-        elif operation in ELEMENTWISE or output.ndim > 0 or _is_cut(output):
+        elif keeps or output.ndim > 0 or _is_cut(output):
             raise _refusal(operation, source)
         else:
             pend(output)

@@ -42,7 +42,8 @@ class ElementwiseOnly(TorchFunctionMode):
         if not is_plain and any(tensor.ndim for tensor in _tensors((args, tuple(kwargs.values())))):
             raise RuntimeError(
                 f"{self._optimizer}.step: expected element-wise operations, since it steps local shards, got "
-                f"{operation}, which needs whole tensors. Use an element-wise optimizer, or leave this one's parameters unsharded."
+                f"{operation}, which needs whole tensors. Use an element-wise optimizer, or leave its parameters "
+                "unsharded."
             )
         return func(*args, **kwargs)
 

@@ -28,9 +28,10 @@ from .checks import (
     merge_schedule,
 )
 from .device import current_device, resolve_device
+from .group_options import GradientReduction, GroupOptions, OwnedParameter
 from .module import FsdpModule
 from .ownership import group_parameters, own_modules, owned_parameters
-from .parameter_group import FsdpParameterGroup, GradientReduction, GroupOptions, OwnedParameter
+from .parameter_group import FsdpParameterGroup
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
 from .replaced import retire
 from .schedule import FsdpContext

@@ -72,7 +72,7 @@ class FsdpModule(UnitControls):
         self._fsdp_countdown = Countdown(0 if register_hooks else sum(sum(g.trainable) for g in parameter_groups))
         for group in parameter_groups:
             group.on_requires_grad = weakref.WeakMethod(self._fsdp_before_freezing)
-            group.on_first_use = weakref.WeakMethod(context.initialize_values)
+            group.context = weakref.ref(context)
         if register_hooks:
             self.register_post_backward_hook(_post_backward)
         else:
@@ -124,7 +124,7 @@ class FsdpModule(UnitControls):
         """Move to a context that is still being built; called by that context."""
         self._fsdp_context = context
         for group in self._fsdp_groups:
-            group.on_first_use = weakref.WeakMethod(context.initialize_values)
+            group.context = weakref.ref(context)
 
     def _fsdp_bind(self, name: str, root: Unit) -> None:
         """Take the name and root found when the context was finalised; called by the context."""

@@ -15,7 +15,7 @@ ELEMENTWISE = frozenset(
         "abs acos add addcdiv addcmul amp_foreach_non_finite_check_and_unscale asin atan bfloat16 bitwise_and "
         "bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip clone constant contiguous copy cos "
         "cosh cpu cuda deepcopy detach div divide double empty_like eq erf exp expm1 fill float floor floor_divide "
-        "full_like fused_adam fused_adamw ge get gt half isfinite isinf isnan ldexp le lerp log log10 log1p log2 "
+        "full_like fused_adam fused_adamw ge gt half isfinite isinf isnan ldexp le lerp log log10 log1p log2 "
         "logical_and logical_not logical_or logical_xor lt maximum minimum mul multiply nan_to_num ne neg "
         "ones_like positive pow real reciprocal relu remainder requires_grad round rsqrt rsub sgn sigmoid sign sin "
         "sinh sqrt square sub subtract tan tanh to true_divide truediv trunc type type_as where zero zeros_like"

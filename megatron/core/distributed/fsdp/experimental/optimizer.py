@@ -176,6 +176,11 @@ class _LocalStep:
         """Take the groups behind the optimizer's parameters after these have changed."""
         self._groups = groups
 
+    def ensure_names(self) -> None:
+        """Have parameters named by their place in the root, also before the first forward."""
+        for group in self._groups:
+            group.ensure_names()
+
     @contextmanager
     def lend_locals(self, optimizer: Any) -> Iterator[None]:
         """Let the optimizer's param_groups and state speak of local tensors inside the block."""
@@ -185,8 +190,14 @@ class _LocalStep:
                 f"{type(optimizer).__name__}.step: expected gradients of all microbatches, got a last backward inside "
                 f"microbatch(context, is_last=False) for groups {unfinished[:3]}. Run the last one with is_last=True."
             )
+        contexts: dict[int, Any] = {}
         for group in self._groups:
             group.require_no_strays()
+            context = None if group.context is None else group.context()
+            if context is not None:
+                contexts[id(context)] = context
+        for context in contexts.values():
+            context.await_gathers()
         sharded = [param_group["params"] for param_group in optimizer.param_groups]
         state = optimizer.state
         with torch._C.DisableTorchFunctionSubclass():
@@ -252,6 +263,7 @@ def _local(value: Any) -> Any:
 
 
 def _names(optimizer: Any) -> list[list[str]]:
+    optimizer._fsdp_step.ensure_names()
     return [[parameter.geometry.fqn for parameter in group["params"]] for group in optimizer.param_groups]
 
 
@@ -309,8 +321,8 @@ def _matched_groups(optimizer: Any, saved: Sequence[dict[str, Any]]) -> list[dic
         if group is None or len(by_names) != len(optimizer.param_groups):
             raise ValueError(
                 f"optimizer state: expected {len(optimizer.param_groups)} groups with this optimizer's parameters, got "
-                f"{len(saved)}, none of which holds {names[:3]} of param_groups[{position}]. Build the optimizer with the "
-                "groups of the saved one, and load what an adapted optimizer has saved."
+                f"{len(saved)}, none of which holds {names[:3]} of param_groups[{position}]. Build the optimizer with "
+                "the groups of the saved one, and load what an adapted optimizer has saved."
             )
         ids = dict(zip(group[_NAMES], group["params"], strict=True))
         kept = {key: value for key, value in group.items() if key != _NAMES}

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from .group_options import OwnedParameter
 from .module import FsdpModule
-from .parameter_group import OwnedParameter
 
 
 def own_modules(module: nn.Module) -> Iterator[nn.Module]:

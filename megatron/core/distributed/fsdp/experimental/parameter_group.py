@@ -10,67 +10,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .allocator import StorageAllocator
 from .dbuffer import DBuffer
 from .device import report_access
-from .dtensor import FsdpDTensor, ParameterOwner, ShardGeometry, shard_dtensor
+from .dtensor import FsdpDTensor, shard_dtensor
+from .geometry import ParameterOwner, ShardGeometry
 from .gradients import GroupGradients
+from .group_options import GroupContext, GroupOptions, OwnedParameter
 from .layout import plan_layout
 from .placement import Flat
-from .policy import MixedPrecisionPolicy, Placements
-
-GradientReduction = Literal["average", "sum"]
-"""What gradients of different ranks become: their mean, or their sum (for losses that are sums)."""
+from .policy import MixedPrecisionPolicy
 
 _RUNTIME_ATTRIBUTES = frozenset({"main_grad", "_fsdp_group", "_fsdp_unit"})
-
-
-@dataclass
-class OwnedParameter:
-    """One parameter of a unit and every place in the module that holds it.
-
-    Attributes:
-        fqn: its first name, relative to the unit.
-        parameter: the original.
-        places: ``module._parameters`` dicts and the names in them; several for a tied weight. A dict rather than its
-            module, so that a unit and its group form no reference cycle.
-    """
-
-    fqn: str
-    parameter: nn.Parameter
-    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class GroupOptions:
-    """What all groups of one unit share.
-
-    Attributes:
-        mesh: data-parallel mesh.
-        placements: public placements.
-        mixed_precision_policy: dtypes of main weights, gradients and their communication.
-        grad_divisor: divides every reduced gradient, after averaging or summing.
-        gradient_reduction: what the gradients of different ranks become.
-        device: where the shards live.
-        allocator: where full-size storage comes from.
-    """
-
-    mesh: DeviceMesh
-    placements: Placements
-    mixed_precision_policy: MixedPrecisionPolicy
-    grad_divisor: float
-    gradient_reduction: GradientReduction
-    device: torch.device
-    allocator: StorageAllocator
 
 
 class FsdpParameterGroup:
@@ -94,7 +52,7 @@ class FsdpParameterGroup:
         requires_grad: whether any parameter is trainable.
         has_final_gradients: False after a microbatch that was not the last; set by the schedule.
         on_requires_grad: called before a parameter is frozen or unfrozen, and may refuse; a weak method of the unit.
-        on_first_use: called when initial values are needed that have not been computed; a weak method of the unit.
+        context: the context of its unit, held weakly; None until the unit has one.
         num_steps: optimizer steps that the main weights have taken.
     """
 
@@ -112,7 +70,7 @@ class FsdpParameterGroup:
         self.has_final_gradients = True
         self.num_steps = 0
         self.on_requires_grad: weakref.WeakMethod[Callable[[], None]] | None = None
-        self.on_first_use: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.context: weakref.ref[GroupContext] | None = None
         compute_dtype = first.dtype
         main_dtype = _main_dtype(first, policy)
         originals = [owned.parameter for owned in parameters]
@@ -194,7 +152,6 @@ class FsdpParameterGroup:
             # backward is not taken for an in-place change of a saved weight.
             unsharded: Any = nn.Parameter(self.full_weight.pieces[index].data, requires_grad=original.requires_grad)
             unsharded._fsdp_is_gathered = True
-            unsharded.main_grad = _NoMainGrad(fqn)
             for attribute, value in vars(original).items():
                 if attribute not in _RUNTIME_ATTRIBUTES:
                     setattr(sharded, attribute, value)
@@ -222,6 +179,9 @@ class FsdpParameterGroup:
         for fqn, parameter in zip(fqns, self.sharded_parameters, strict=True):
             named: Any = parameter
             named._geometry = replace(named._geometry, fqn=fqn)
+        for fqn, parameter in zip(fqns, self.unsharded_parameters, strict=True):
+            gathered: Any = parameter
+            gathered.main_grad = _NoMainGrad(fqn)
 
     @property
     def numel(self) -> int:
@@ -296,9 +256,15 @@ class FsdpParameterGroup:
 
     def ensure_values(self) -> None:
         """Have initial values computed that are still missing."""
-        callback = None if self.on_first_use is None or not self._without_values else self.on_first_use()
-        if callback is not None:
-            callback()
+        context = None if self.context is None or not self._without_values else self.context()
+        if context is not None:
+            context.initialize_values()
+
+    def ensure_names(self) -> None:
+        """Have the context finalised, which gives parameters their names in the root."""
+        context = None if self.context is None else self.context()
+        if context is not None:
+            context.ensure_finalized()
 
     def set_values(self, index: int, tensor: torch.Tensor) -> None:
         """Give parameter `index` its initial values.

@@ -45,7 +45,7 @@ def _on_parameter(module: nn.Module, name: str, parameter: Any) -> None:
     reference = _owners.get(module)
     unit = None if reference is None else reference()
     if unit is not None and parameter is not None and not unit.context.is_initializing:
-        raise _refusal(unit, name)
+        raise _refusal(unit, module, name)
 
 
 def _on_module(module: nn.Module, name: str, added: Any) -> None:
@@ -55,10 +55,12 @@ def _on_module(module: nn.Module, name: str, added: Any) -> None:
         return
     for inner, parameter in added.named_parameters():
         if not isinstance(parameter, FsdpDTensor):
-            raise _refusal(unit, f"{name}.{inner}")
+            raise _refusal(unit, module, f"{name}.{inner}")
 
 
-def _refusal(unit: FsdpModule, name: str) -> RuntimeError:
+def _refusal(unit: Any, module: nn.Module, name: str) -> RuntimeError:
+    path = next((path for path, owned in unit.named_modules() if owned is module), "")
+    name = f"{path}.{name}" if path else name
     return RuntimeError(
         f"parameters of unit {unit.name}: expected those that it was sharded with, got {name}, whose gradients would "
         "stay on this rank. Add and replace parameters before fully_shard, and write new values with copy_."

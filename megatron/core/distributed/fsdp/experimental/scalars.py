@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 _PLAIN = frozenset("__get__ __hash__ dim is_floating_point numel size stride".split())
 
@@ -19,7 +19,7 @@ _PLAIN = frozenset("__get__ __hash__ dim is_floating_point numel size stride".sp
 class PendingScalar(DTensor):
     """A 0-d DTensor; every use of its value sums it over ranks first, so that all ranks must make that use.
 
-    `full_tensor()` returns the value as a plain tensor, which costs one collective, once.
+    Arithmetic gives replicated DTensors. `full_tensor()` returns the value as a plain tensor.
     """
 
     @classmethod
@@ -37,7 +37,7 @@ class PendingScalar(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         """Return a text without the value, which a single rank does not know."""
         return f"PendingScalar({self.dtype}, {self.placements}; full_tensor() on every rank gives the value)"
 
@@ -53,7 +53,7 @@ def pend(result: DTensor) -> PendingScalar:
 def _valued(value: Any) -> Any:
     if isinstance(value, PendingScalar):
         with torch._C.DisableTorchFunctionSubclass():
-            return value.full_tensor()
+            return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
     if isinstance(value, (tuple, list)):
         return type(value)(_valued(item) for item in value)
     return value

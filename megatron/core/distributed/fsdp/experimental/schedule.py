@@ -195,6 +195,11 @@ class FsdpContext:
         # Compute must not read weights before the gather has written them.
         self.current_stream().wait_event(unit.unshard_event)
 
+    def await_gathers(self) -> None:
+        """Let compute write main weights: after all gathers that read them, those that nobody waits for included."""
+        # A gather ahead for a unit that did not run may still read what the optimizer is about to write.
+        self.current_stream().wait_stream(self.allgather_stream)
+
     def prefetch_forward(self, unit: Unit) -> None:
         """Start gathering the units that come next in forward, within the unit's budget."""
         policy, named = unit.schedule_policy, unit.prefetch_targets("forward")

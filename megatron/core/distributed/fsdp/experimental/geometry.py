@@ -1,0 +1,95 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""`ShardGeometry`: which elements of one logical tensor each rank owns, and who is told of their use.
+
+It holds no elements; it gathers those that it is given.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import collectives
+from .layout import GroupLayout
+
+
+class ParameterOwner(Protocol):
+    """Who is told what happens to a sharded parameter."""
+
+    def mark_main_weight_written(self) -> None:
+        """The parameter is about to be written."""
+        ...
+
+    def set_requires_grad(self, index: int, requires_grad: bool) -> None:
+        """Parameter `index` is to be frozen or unfrozen; raises if that cannot be."""
+        ...
+
+    def ensure_values(self) -> None:
+        """The parameter's values are about to be used."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ShardGeometry:
+    """Which elements of one logical tensor each rank of a mesh owns.
+
+    Attributes:
+        fqn: name of the tensor, for errors.
+        layout: layout of the group that the tensor lies in.
+        index: position of the tensor in that layout.
+        mesh: the mesh whose ranks hold the layout's shards in order; one-dimensional.
+        owner: told of uses and writes; weak, so that tensors do not keep their group alive. None for a tensor that is
+            no parameter and comes from none.
+    """
+
+    fqn: str
+    layout: GroupLayout
+    index: int
+    mesh: DeviceMesh
+    owner: weakref.ref[ParameterOwner] | None = None
+
+    def __reduce__(self) -> Any:
+        """Pickle without the owner: a copy is not connected to a group."""
+        return ShardGeometry, (self.fqn, self.layout, self.index, self.mesh)
+
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        """What decides which elements each rank owns of a tensor of a given size."""
+        return self.layout.slots[self.index].offset, self.layout.shard_numel, self.layout.num_shards
+
+    def notify_use(self, writes: bool) -> None:
+        """Tell the owner that the tensor's values are about to be read, or written."""
+        owner = None if self.owner is None else self.owner()
+        if owner is not None:
+            owner.ensure_values()
+            if writes:
+                owner.mark_main_weight_written()
+
+    def notify_requires_grad(self, requires_grad: bool) -> None:
+        """Tell the owner that the parameter is about to be frozen or unfrozen."""
+        owner = None if self.owner is None else self.owner()
+        if owner is not None:
+            owner.set_requires_grad(self.index, requires_grad)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape."""
+        return torch.Size(self.layout.slots[self.index].shape)
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor; every rank of the mesh must call it.
+
+        Args:
+            local: this rank's elements, any shape.
+
+        Returns:
+            The logical shape, same dtype and device, without autograd history.
+        """
+        numels = [self.layout.owned(self.index, shard).numel for shard in range(self.layout.num_shards)]
+        parts = collectives.all_gather_uneven(local.detach().reshape(-1), numels, self.mesh.get_group(0))
+        return torch.cat(parts).view(self.shape)

@@ -1,0 +1,73 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""What a parameter group is made from, and what it asks of its context: values and protocols only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .allocator import StorageAllocator
+from .policy import MixedPrecisionPolicy, Placements
+
+GradientReduction = Literal["average", "sum"]
+"""What gradients of different ranks become: their mean, or their sum (for losses that are sums)."""
+
+
+@dataclass
+class OwnedParameter:
+    """One parameter of a unit and every place in the module that holds it.
+
+    Attributes:
+        fqn: its first name, relative to the unit.
+        parameter: the original.
+        places: ``module._parameters`` dicts and the names in them; several for a tied weight. A dict rather than its
+            module, so that a unit and its group form no reference cycle.
+    """
+
+    fqn: str
+    parameter: nn.Parameter
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What all groups of one unit share.
+
+    Attributes:
+        mesh: data-parallel mesh.
+        placements: public placements.
+        mixed_precision_policy: dtypes of main weights, gradients and their communication.
+        grad_divisor: divides every reduced gradient, after averaging or summing.
+        gradient_reduction: what the gradients of different ranks become.
+        device: where the shards live.
+        allocator: where full-size storage comes from.
+    """
+
+    mesh: DeviceMesh
+    placements: Placements
+    mixed_precision_policy: MixedPrecisionPolicy
+    grad_divisor: float
+    gradient_reduction: GradientReduction
+    device: torch.device
+    allocator: StorageAllocator
+
+
+class GroupContext(Protocol):
+    """What a group asks of the context of its unit."""
+
+    def initialize_values(self) -> None:
+        """Compute initial values that are missing."""
+        ...
+
+    def ensure_finalized(self) -> None:
+        """Fix roots and names."""
+        ...
+
+    def await_gathers(self) -> None:
+        """Let compute write main weights."""
+        ...
