@@ -39,6 +39,9 @@ _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.opt
 _pools: dict[int, _Pool] = {}
 
 DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cpu")
+# Convolutions on GPUs round to TF32 by default, in which two runs that should be equal differ.
+torch.backends.cudnn.allow_tf32 = False
+
 DEFAULT_TIMEOUT_S = 120
 GRACE_S = 10
 
@@ -166,8 +169,6 @@ def _use_gpu(rank: int) -> torch.device:
     torch.cuda.set_device(device)
     torch.set_default_device(device)
     _HostGenerators().__enter__()
-    # Convolutions round to TF32 by default, which a comparison with other batch sizes sees.
-    torch.backends.cudnn.allow_tf32 = False
     for kind in (torch.Tensor, torch.nn.Parameter):
         ForkingPickler.register(kind, _reduce_on_host)
     return device
