@@ -51,5 +51,6 @@ if [ "$FSDP_TEST_DEVICE" = cuda ]; then
         --plot "$out/loss_bf16.png" --log-json "$out/loss_bf16.json"
 fi
 
+for name in "${failed[@]}"; do grep -H '^FAILED' "$out/$name.log"; done
 echo "== tests/gpu/run.sh on $FSDP_TEST_DEVICE, $ranks rank(s), $SECONDS s: ${failed[*]:+FAILED: }${failed[*]:-all ok}"
 [ "${#failed[@]}" -eq 0 ]
