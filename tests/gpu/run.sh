@@ -2,25 +2,55 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
 #
-# All checks that need GPUs; run it from an environment in which the project is installed:
+# All checks that need GPUs, within 8 minutes on two of them; run it from an environment in which the project, pytest
+# and hypothesis are installed:
 #
 #     tests/gpu/run.sh [folder for logs and plots]
-set -euo pipefail
+#
+# A line for each check (ok, FAILED or not run), a summary for each part, and one at the end; the exit status is that of
+# the worst part. Where there is no GPU, or with FSDP_TEST_DEVICE=cpu, the checks run on the host instead (a dry run).
+#
+#     behaviour   the unit tests of parity and behaviour, under NCCL      python -m tests.gpu.behaviour -k NAME
+#     races       streams change no bit, and every wait is needed        python -m tests.gpu.checks --ranks 2 races
+#     memory      rest and peak against a formula                        python -m tests.gpu.checks --ranks 2 memory
+#     overlap     communication beside compute, no waiting host          python -m tests.gpu.checks --ranks 2 overlap
+#     pretrain    a training run in bf16, with its loss curve
+set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out="${1:-runs/gpu}"
 mkdir -p "$out"
 python="${PYTHON:-python3}"
-gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
-"$python" -c 'import torch, megatron.core as m; print("torch", torch.__version__, "megatron-core", m.__version__, torch.cuda.get_device_name())'
+# The optional libraries that megatron-core does without are named by every process.
+export PYTHONWARNINGS="ignore::UserWarning" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUBLAS_WORKSPACE_CONFIG=:4096:8
 
-for ranks in 1 2; do
-    if [ "$ranks" -le "$gpus" ]; then
-        "$python" -m torch.distributed.run --nproc_per_node "$ranks" tests/gpu/check_runtime.py
-    fi
-done
+gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')" || exit 2
+export FSDP_TEST_DEVICE="${FSDP_TEST_DEVICE:-$([ "$gpus" -gt 0 ] && echo cuda || echo cpu)}"
+ranks=2
+[ "$FSDP_TEST_DEVICE" = cuda ] && [ "$gpus" -lt 2 ] && ranks="$gpus"
+"$python" -c 'import sys, torch, megatron.core as m
+name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+print("python", sys.version.split()[0], "torch", torch.__version__, "megatron-core", m.__version__, name)'
 
-ranks=$((gpus < 2 ? gpus : 2))
-NPROC="$ranks" PYTHON="$python" examples/megatron_fsdp/pretrain_bytes.sh --use-megatron-fsdp-v2 \
-    --bf16 --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 \
-    --train-iters 50 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 5 --log-interval 5 --eval-interval 50 --eval-iters 5 \
-    --plot "$out/loss_bf16.png" --log-json "$out/loss_bf16.json"
+failed=()
+patience=$([ "$FSDP_TEST_DEVICE" = cuda ] && echo 1 || echo 5)
+part() { # name, seconds, command
+    local name="$1" limit="$(($2 * patience))" start="$SECONDS" status=0
+    shift 2
+    timeout --kill-after=15 "$limit" "$@" 2>&1 | tee "$out/$name.log" || status=$?
+    echo "== $name: exit status $status after $((SECONDS - start)) s of $limit s"
+    [ "$status" -eq 0 ] || failed+=("$name")
+}
+
+part behaviour 200 "$python" -m tests.gpu.behaviour
+part one_rank 100 "$python" -m tests.gpu.checks --ranks 1 races memory overlap
+[ "$ranks" -eq 1 ] || part two_ranks 110 "$python" -m tests.gpu.checks --ranks 2 races memory overlap
+if [ "$FSDP_TEST_DEVICE" = cuda ]; then
+    part pretrain 70 env NPROC="$ranks" PYTHON="$python" examples/megatron_fsdp/pretrain_bytes.sh --use-megatron-fsdp-v2 \
+        --bf16 --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 \
+        --train-iters 50 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 5 --log-interval 5 --eval-interval 50 --eval-iters 5 \
+        --plot "$out/loss_bf16.png" --log-json "$out/loss_bf16.json"
+fi
+
+for name in "${failed[@]}"; do grep -H '^FAILED' "$out/$name.log"; done
+echo "== tests/gpu/run.sh on $FSDP_TEST_DEVICE, $ranks rank(s), $SECONDS s: ${failed[*]:+FAILED: }${failed[*]:-all ok}"
+[ "${#failed[@]}" -eq 0 ]

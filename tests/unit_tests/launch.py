@@ -1,6 +1,15 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a function on n gloo ranks: worker processes are started once per world size and reused by every test."""
+"""Runs a function on n ranks: worker processes are started once per world size and reused by every test.
+
+Ranks are gloo processes on the host, or, with FSDP_TEST_DEVICE=cuda, NCCL processes with a GPU each
+([Note: the same tests on GPUs]).
+
+[Note: the same tests on GPUs]
+A worker on a GPU makes tensors there by default, so that a test that names no device runs on either kind; where one has
+to be named, it is `DEVICE`. Random numbers of a host generator stay those of the host, and results go back to the test
+as host tensors.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +24,23 @@ import sys
 import tempfile
 import time
 import traceback
+import unittest
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
+from torch.overrides import TorchFunctionMode
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.optim"])
 _pools: dict[int, _Pool] = {}
+
+DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cpu")
+# Convolutions on GPUs round to TF32 by default, in which two runs that should be equal differ.
+torch.backends.cudnn.allow_tf32 = False
 
 DEFAULT_TIMEOUT_S = 120
 GRACE_S = 10
@@ -29,10 +49,13 @@ GRACE_S = 10
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> list[Any]:
-    """Call `function(*args)` on every rank of a gloo group and return the results in rank order.
+    """Call `function(*args)` on every rank and return the results in rank order.
 
-    A rank that raises, or the time-out, fails the test with every rank's traceback or stack.
+    A rank that raises, or the time-out, fails the test with every rank's traceback or stack. On GPUs a test that needs
+    more of them than there are is skipped.
     """
+    if DEVICE == "cuda" and world_size > torch.cuda.device_count():
+        raise unittest.SkipTest(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
     pool = _pools.get(world_size)
     if pool is None:
         pool = _pools[world_size] = _Pool(world_size)
@@ -119,16 +142,14 @@ class _Pool:
 
 
 def _serve(connection: Any, rank: int, world_size: int, folder: str, path: list[str]) -> None:
-    import torch
-    import torch.distributed as dist
-
     sys.path[:] = path
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     stack_file = open(os.path.join(folder, f"stack{rank}"), "w")  # noqa: SIM115 - lives as long as the process
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    backend, device_id = ("nccl", _use_gpu(rank)) if DEVICE == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id)
     while True:
         try:
             path, function, args = connection.recv()
@@ -140,6 +161,33 @@ def _serve(connection: Any, rank: int, world_size: int, folder: str, path: list[
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
+
+
+def _use_gpu(rank: int) -> torch.device:
+    """Let this process compute on one GPU; returns it."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.set_default_device(device)
+    _HostGenerators().__enter__()
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        ForkingPickler.register(kind, _reduce_on_host)
+    return device
+
+
+class _HostGenerators(TorchFunctionMode):
+    """Draws from a host generator on the host and moves the numbers to the default device."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        is_drawn = function in (torch.randn, torch.rand, torch.randint, torch.randperm)
+        if is_drawn and generator is not None and generator.device.type == "cpu" and kwargs.get("device") is None:
+            return function(*args, **{**kwargs, "device": "cpu"}).to(DEVICE)
+        return function(*args, **kwargs)
+
+
+def _reduce_on_host(tensor: torch.Tensor) -> Any:
+    return reduce_tensor(tensor.detach().cpu())
 
 
 @atexit.register

@@ -118,9 +118,11 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def build(name: str, seed: int = 0) -> Any:
-    """Return a model whose initial weights depend on `seed` alone."""
+    """Return a model on the default device whose initial weights depend on `seed` alone."""
     torch.manual_seed(seed)
-    return MODELS[name]()
+    with torch.device("cpu"):
+        model = MODELS[name]()
+    return model.to(torch.get_default_device())
 
 
 def shard_layers(model: Any, **options: Any) -> Any:

@@ -21,6 +21,7 @@ from megatron.core.distributed.fsdp.experimental import (
     gather_full,
     microbatch,
 )
+from tests.unit_tests.launch import DEVICE
 from tests.unit_tests.models import build, loss_of, make_batch, shard_layers
 from tests.unit_tests.trace import CollectiveLog
 
@@ -42,7 +43,7 @@ class Recipe:
     set_to_none: bool = True
     max_norm: float | None = 1.0
     dtype: torch.dtype = torch.float32
-    device: str = "cpu"
+    device: str = DEVICE
     policy: MixedPrecisionPolicy | None = None
     context: dict[str, Any] = field(default_factory=dict)
     shard: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class Recipe:
 
 @dataclass
 class Run:
-    """What a run leaves behind, in full tensors; `gradients` are those of the last step, after clipping."""
+    """What a run leaves behind, in full tensors on the host; `gradients` are those of the last step, after clipping."""
 
     losses: list[float]
     norms: list[float]
@@ -83,9 +84,13 @@ def run_reference(recipe: Recipe, world_size: int) -> Run:
     return Run(
         losses,
         norms,
-        {name: p.grad for name, p in named.items()},
-        {name: p.detach() for name, p in named.items()},
-        {name: dict(optimizer.state[p]) for name, p in named.items() if p in optimizer.state},
+        {name: None if p.grad is None else p.grad.cpu() for name, p in named.items()},
+        {name: p.detach().cpu() for name, p in named.items()},
+        {
+            name: {key: value.cpu() for key, value in optimizer.state[p].items() if isinstance(value, torch.Tensor)}
+            for name, p in named.items()
+            if p in optimizer.state
+        },
     )
 
 
@@ -121,15 +126,15 @@ def run_sharded(recipe: Recipe) -> Run:
     saved = optimizer.state_dict()["state"]
     for index, parameter in enumerate(trainable):
         state[names[id(parameter)]] = {
-            key: gather_full(value, parameter) if value.shape == parameter.shape else value
+            key: (gather_full(value, parameter) if value.shape == parameter.shape else value).cpu()
             for key, value in saved.get(index, {}).items()
             if isinstance(value, torch.Tensor)
         }
     return Run(
         losses,
         norms,
-        {name: None if p.grad is None else p.grad.full_tensor() for name, p in named.items()},
-        {name: p.full_tensor() for name, p in named.items()},
+        {name: None if p.grad is None else p.grad.full_tensor().cpu() for name, p in named.items()},
+        {name: p.full_tensor().cpu() for name, p in named.items()},
         state,
     )
 

@@ -16,10 +16,10 @@ from megatron.core.distributed.fsdp.experimental import DBuffer, Flat, collectiv
 from megatron.core.distributed.fsdp.experimental.allocator import ResizingAllocator
 from megatron.core.distributed.fsdp.experimental.dbuffer import _merged_shard
 from megatron.core.distributed.fsdp.experimental.layout import plan_layout
-from tests.unit_tests.launch import run_ranks, run_ranks_expecting
+from tests.unit_tests.launch import DEVICE, run_ranks, run_ranks_expecting
 
 SHAPES = [(5, 3), (4,), (2, 3, 2), (1, 7)]
-CPU = torch.device("cpu")
+HERE = torch.device(DEVICE)
 
 
 def _tensors(rank: int = 0) -> list[torch.Tensor]:
@@ -28,16 +28,16 @@ def _tensors(rank: int = 0) -> list[torch.Tensor]:
 
 
 def _buffer(placement: Any, *, dtype: torch.dtype = torch.float32, transient: bool = False) -> DBuffer:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     layout = plan_layout(SHAPES, dist.get_world_size())
     allocator = ResizingAllocator() if transient else None
-    return DBuffer(layout, mesh, [placement], dtype=dtype, device=CPU, name="test", allocator=allocator)
+    return DBuffer(layout, mesh, [placement], dtype=dtype, device=HERE, name="test", allocator=allocator)
 
 
 def _gather_round_trip() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     layout = plan_layout(SHAPES, dist.get_world_size())
-    shards = DBuffer(layout, mesh, [Flat()], dtype=torch.float32, device=CPU, name="shards")
+    shards = DBuffer(layout, mesh, [Flat()], dtype=torch.float32, device=HERE, name="shards")
     for index, tensor in enumerate(_tensors()):
         shards.distribute(index, tensor)
     full = _buffer(Replicate(), transient=True)
@@ -133,8 +133,8 @@ def _mismatched_dtype() -> None:
 
 
 def _wrong_placements() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    DBuffer(plan_layout(SHAPES, 7), mesh, [Flat()], dtype=torch.float32, device=CPU, name="bad")
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    DBuffer(plan_layout(SHAPES, 7), mesh, [Flat()], dtype=torch.float32, device=HERE, name="bad")
 
 
 def _bad_reduction() -> None:
@@ -155,19 +155,19 @@ def test_bad_arguments(function: Any, message: str) -> None:
 
 
 def _two_axes() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(DEVICE, (2, 2))
     layout = plan_layout(SHAPES, 4)
     rank = dist.get_rank()
     outer, inner = divmod(rank, 2)
     assert _merged_shard(mesh, [Flat(), Flat()]) == (2 * inner + outer, 1)
     assert _merged_shard(mesh, [Replicate(), Flat()]) == (inner, 2)
     assert _merged_shard(mesh, [Replicate(), Replicate()]) == (0, 4)
-    both = DBuffer(layout, mesh, [Flat(), Flat()], dtype=torch.float32, device=CPU, name="both")
+    both = DBuffer(layout, mesh, [Flat(), Flat()], dtype=torch.float32, device=HERE, name="both")
     for index, tensor in enumerate(_tensors()):
         both.distribute(index, tensor)
-    half = DBuffer(layout, mesh, [Replicate(), Flat()], dtype=torch.float32, device=CPU, name="half")
+    half = DBuffer(layout, mesh, [Replicate(), Flat()], dtype=torch.float32, device=HERE, name="half")
     both.redistribute(half)
-    full = DBuffer(layout, mesh, [Replicate(), Replicate()], dtype=torch.float32, device=CPU, name="full")
+    full = DBuffer(layout, mesh, [Replicate(), Replicate()], dtype=torch.float32, device=HERE, name="full")
     half.redistribute(full)
     for piece, expected in zip(full.pieces, _tensors(), strict=True):
         assert torch.equal(piece, expected)

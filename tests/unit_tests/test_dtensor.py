@@ -23,7 +23,7 @@ from megatron.core.distributed.fsdp.experimental import (
     gather_full,
     grad_norm,
 )
-from tests.unit_tests.launch import run_ranks
+from tests.unit_tests.launch import DEVICE, run_ranks
 
 # A row-aligned matrix, one that is cut inside rows, a vector, five dims (PB-050), fewer rows than ranks.
 SHAPES = {"rows": (6, 16), "cut": (5, 3), "vector": (7,), "five_dims": (5, 3, 2, 2, 2), "one_row": (1, 17)}
@@ -55,7 +55,7 @@ def _logical_attributes() -> None:
         assert isinstance(parameter, FsdpDTensor) and isinstance(parameter, nn.Parameter)
         assert parameter.shape == originals[name].shape and parameter.stride() == originals[name].stride()
         assert parameter.ndim == originals[name].ndim and parameter.numel() == originals[name].numel()
-        assert parameter.dtype is torch.float32 and parameter.device.type == "cpu" and parameter.requires_grad
+        assert parameter.dtype is torch.float32 and parameter.device.type == DEVICE and parameter.requires_grad
         assert repr(parameter)
 
 

@@ -23,12 +23,12 @@ from megatron.core.distributed.fsdp.experimental import (
     fully_shard_context,
     fully_shard_optimizer,
 )
-from tests.unit_tests.launch import run_ranks, run_ranks_expecting
+from tests.unit_tests.launch import DEVICE, run_ranks, run_ranks_expecting
 from tests.unit_tests.models import Mlp, TiedLm, build, loss_of, make_batch, shard_layers
 
 
 def _mesh(*shape: int) -> Any:
-    return init_device_mesh("cpu", shape or (dist.get_world_size(),))
+    return init_device_mesh(DEVICE, shape or (dist.get_world_size(),))
 
 
 def _shard_twice() -> None:
@@ -226,13 +226,17 @@ def _wrap_order() -> None:
     with pytest.raises(RuntimeError, match=r"expected units inside it that belong to this context|sharded already"):
         model(torch.ones(1, 7))
         fully_shard(nn.Sequential(model))
-    with fully_shard_context("cpu"):
+    with fully_shard_context(DEVICE):
         inner = fully_shard(nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match="expected units inside it that belong to this context"):
         fully_shard(nn.Sequential(inner))
-    with fully_shard_context("cpu"), pytest.raises(RuntimeError, match="expected no open block"), fully_shard_context():
+    with (
+        fully_shard_context(DEVICE),
+        pytest.raises(RuntimeError, match="expected no open block"),
+        fully_shard_context(),
+    ):
         pass
-    with fully_shard_context("cpu") as context:
+    with fully_shard_context(DEVICE) as context:
         fully_shard(nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match="expected a context that is still open"):
         context.register_module(fully_shard(nn.Linear(2, 2)))
@@ -408,7 +412,7 @@ def test_averages_sums_and_divisor_apply_once_per_contribution(reduction: str, d
 def _buffers_move() -> None:
     model = nn.BatchNorm1d(3)
     fully_shard(model)
-    assert model.running_mean.device.type == "cpu" and type(model.running_mean) is torch.Tensor
+    assert model.running_mean.device.type == DEVICE and type(model.running_mean) is torch.Tensor
     model(torch.randn(4, 3)).sum().backward()
 
 

@@ -27,7 +27,7 @@ from megatron.core.distributed.fsdp.experimental import (
     fully_shard_optimizer,
     microbatch,
 )
-from tests.unit_tests.launch import run_ranks, run_ranks_expecting
+from tests.unit_tests.launch import DEVICE, run_ranks, run_ranks_expecting
 from tests.unit_tests.models import Block, build, loss_of, make_batch, shard_layers
 from tests.unit_tests.oracle import assert_at_rest, compare_gradients, full_gradients
 from tests.unit_tests.trace import CollectiveLog
@@ -655,7 +655,7 @@ def _unused_in_the_last_microbatch() -> None:
     """PB-013: what counts is the last backward, not the last one of each unit."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
-    with fully_shard_context("cpu") as context:
+    with fully_shard_context(DEVICE) as context:
         for layer in model:
             fully_shard(layer)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -792,7 +792,7 @@ def test_evaluating_one_block_leaves_nothing_gathered() -> None:
 
 def _two_roots_share_a_unit() -> None:
     shared = nn.Linear(3, 3)
-    with fully_shard_context("cpu"):
+    with fully_shard_context(DEVICE):
         fully_shard(shared)
         roots = [fully_shard(nn.Sequential(shared)) for _ in range(2)]
     assert roots

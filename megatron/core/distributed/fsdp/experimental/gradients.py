@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from .dbuffer import DBuffer
 from .device import report_access
-from .dtensor import ShardGeometry, shard_dtensor
+from .dtensor import shard_dtensor
+from .geometry import ShardGeometry
 
 _REFERENCES_OF_OURS = 3
 """What sys.getrefcount says of a gradient that only the group holds: its list, the loop variable, the argument."""

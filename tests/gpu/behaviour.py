@@ -1,0 +1,73 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the unit tests of parity and behaviour on GPUs: the same tests, with NCCL and a GPU for each rank.
+
+    FSDP_TEST_DEVICE=cuda python -m tests.gpu.behaviour [pytest options]
+
+Tests that ask for more ranks than there are GPUs are skipped and counted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+
+import pytest
+
+from tests.gpu.checks import exit_on_termination, print_line
+
+TESTS = Path(__file__).parents[1] / "unit_tests"
+
+# Files whose tests have nothing to do with the device, or cannot leave the host, and why.
+HOST_ONLY = {
+    "test_architecture.py": "reads source text",
+    "test_documents.py": "reads documents",
+    "test_layout.py": "computes with integers",
+    "test_values.py": "looks at values without tensors",
+    "test_schedule.py": "puts vector clocks in place of host streams; races.py asks the same of real streams",
+    "test_mcore_adapter.py": "runs megatron-core on hosts; run.sh trains with it on GPUs",
+    "test_fully_sharded_optimizer.py": "runs megatron-core on hosts; run.sh trains with it on GPUs",
+}
+
+
+class _Lines:
+    """Prints a line for each test in place of pytest's own report."""
+
+    def __init__(self) -> None:
+        self.counts = {"ok": 0, "FAILED": 0, "not run": 0}
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._print("FAILED", report.nodeid, report.longreprtext, 0.0)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.rpartition("/")[2]
+        if report.failed:
+            self._print("FAILED", name, report.longreprtext, report.duration)
+        elif report.skipped:
+            self._print("not run", name, str(report.longrepr[2]), report.duration)  # type: ignore[index]
+        elif report.when == "call":
+            self._print("ok", name, "", report.duration)
+
+    def _print(self, status: str, name: str, detail: str, duration_s: float) -> None:
+        self.counts[status] += 1
+        print_line(status, f"behaviour.{name}", detail, time.monotonic() - duration_s)
+
+
+def main() -> None:
+    """Run the tests and print a summary; exit with an error if one failed or none ran."""
+    exit_on_termination()
+    files = [str(path) for path in sorted(TESTS.glob("test_*.py")) if path.name not in HOST_ONLY]
+    lines = _Lines()
+    options = ["-p", "no:terminal", "-p", "no:cacheprovider", "-o", "addopts=", *sys.argv[1:]]
+    code = pytest.main([*files, *options], plugins=[lines])
+    print(", ".join(f"{number} {status}" for status, number in lines.counts.items()), flush=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

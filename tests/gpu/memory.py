@@ -1,0 +1,113 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Memory at rest and at the peak of a step is what a formula says, whatever the depth.
+
+For a model of N elements in equal units of U, bf16 compute and fp32 main weights and gradients, on n ranks, in bytes:
+
+    rest  =  N / n * (4 main weight + 2 compute weight + 4 main gradient + 8 Adam)
+    peak  =  rest
+             + 2 * 2 U    gathered weights of the unit that runs backward and of the next one
+             +     2 U    that unit's gradients, not packed yet
+             + 2 * 4 U    packed gradients of two units, one of them being reduced
+             + A          activations: what a forward of the same model keeps, measured without sharding
+
+The allocator rounds each tensor up and the layout pads: rest may be off by REST_TOLERANCE, peak - rest by
+PEAK_TOLERANCE. cuBLAS takes its workspaces from the same allocator, so that bytes are counted from after a first use.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.fsdp.experimental import fully_shard, fully_shard_optimizer
+from tests.gpu.checks import IS_DRY, Check
+from tests.unit_tests.launch import DEVICE
+from tests.unit_tests.models import Block
+
+WIDTH = 8 if IS_DRY else 2048
+NUM_ROWS = 16
+REST_TOLERANCE = 0.02
+PEAK_TOLERANCE = 0.05
+MIB = 2**20
+
+BYTES_AT_REST = 4 + 2 + 4 + 8
+BYTES_IN_FLIGHT = 2 * 2 + 2 + 2 * 4
+
+
+def _allocated() -> int:
+    """Return the bytes of live tensors on this GPU; the host has no such count."""
+    if IS_DRY:
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def _peak() -> int:
+    return 0 if IS_DRY else torch.cuda.max_memory_allocated()
+
+
+def _model(depth: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(WIDTH) for _ in range(depth)]).to(DEVICE, torch.bfloat16)
+
+
+def _step(model: Any, batch: torch.Tensor) -> None:
+    model(batch).float().square().mean().backward()
+
+
+def _activation_bytes(depth: int, batch: torch.Tensor) -> int:
+    """Return what autograd keeps of an unsharded forward."""
+    model = _model(depth)
+    before = _allocated()
+    loss = model(batch).float().square().mean()
+    kept = _allocated() - before
+    loss.backward()
+    return kept
+
+
+def follows_the_formula(depth: int) -> str:
+    """Rest, peak, and nothing left when the model is gone."""
+    batch = torch.randn(NUM_ROWS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    _step(_model(1), batch)
+    gc.collect()
+    activations = _activation_bytes(depth, batch)
+    gc.collect()
+    before = _allocated()
+    model = _model(depth)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    for _ in range(2):
+        _step(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    rest = _allocated() - before
+    if not IS_DRY:
+        torch.cuda.reset_peak_memory_stats()
+    _step(model, batch)
+    above_rest = _peak() - before - rest
+    del model, block, optimizer
+    gc.collect()
+    left = _allocated() - before
+    expected_rest = BYTES_AT_REST * numel / dist.get_world_size()
+    expected_above = BYTES_IN_FLIGHT * numel / depth + activations
+    if IS_DRY:
+        return f"formula only: {expected_rest:.0f} bytes at rest and {expected_above:.0f} above"
+    measured = (
+        f"rest {rest / MIB:.1f} MiB, formula {expected_rest / MIB:.1f}; peak {above_rest / MIB:.1f} MiB above, formula "
+        f"{expected_above / MIB:.1f} (activations {activations / MIB:.1f}); left after deletion {left / MIB:.2f}"
+    )
+    assert abs(rest / expected_rest - 1) < REST_TOLERANCE, measured
+    assert abs(above_rest / expected_above - 1) < PEAK_TOLERANCE, measured
+    assert left < MIB, measured
+    return measured
+
+
+CHECKS = [Check(f"memory_of_{depth}_layers_follows_the_formula", follows_the_formula, (depth,)) for depth in (8, 16)]
