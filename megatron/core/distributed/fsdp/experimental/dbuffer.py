@@ -184,14 +184,14 @@ class DBuffer:
             return
         report_access(change.value, reads=(self.name,), writes=(target.name,))
         if change is Communication.ALL_GATHER:
-            collectives.all_gather(target.local, self.local, group)
+            collectives.all_gather(target.local, self.local, group, what=self.name)
             return
         reduction = _reduction(self.placements[axis])
         if change is Communication.REDUCE_SCATTER:
-            collectives.reduce_scatter(target.local, self.local, reduction, group)
+            collectives.reduce_scatter(target.local, self.local, reduction, group, what=self.name)
         else:
             target.local.copy_(self.local)
-            collectives.all_reduce(target.local, reduction, group)
+            collectives.all_reduce(target.local, reduction, group, what=self.name)
 
 
 def _reduction(placement: Placement) -> Literal["sum", "avg"]:
