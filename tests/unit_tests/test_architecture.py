@@ -27,14 +27,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": set(),
     "policy": {"placement"},
     "collectives": {"device"},
+    "lockstep": {"collectives"},
     "allocator": {"device"},
     "dtensor": {"layout", "operations", "collectives"},
     "dbuffer": {"placement", "layout", "collectives", "allocator", "device"},
     "parameter_group": {"dbuffer", "dtensor", "policy", "placement", "layout", "allocator", "device"},
     "unit": {"device", "parameter_group", "indexed_order", "policy"},
-    "schedule": {"device", "parameter_group", "indexed_order", "unit"},
+    "agreement": {"collectives", "parameter_group", "policy", "unit"},
+    "schedule": {"agreement", "device", "parameter_group", "indexed_order", "unit"},
     "module": {"schedule", "unit", "parameter_group", "boundary", "phase", "countdown", "policy", "device"},
-    "fully_shard": {"policy", "schedule", "module", "parameter_group", "replaced", "device", "allocator"},
+    "fully_shard": {"agreement", "policy", "schedule", "module", "parameter_group", "replaced", "device", "allocator"},
     "optimizer": {"parameter_group", "collectives", "dtensor"},
 }
 COMMUNICATION = {

@@ -8,6 +8,7 @@ Outside code imports from here only. `docs/design.md` says where each part lives
 from .dbuffer import DBuffer
 from .dtensor import FsdpDTensor, gather_full, shard_dtensor
 from .fully_shard import fully_shard, fully_shard_context
+from .lockstep import check_ranks
 from .module import FsdpModule
 from .optimizer import clip_grad_norm_, clip_grads_with_norm_, fully_shard_optimizer, grad_norm
 from .placement import Flat
@@ -23,6 +24,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Placements",
     "SchedulePolicy",
+    "check_ranks",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "fully_shard",

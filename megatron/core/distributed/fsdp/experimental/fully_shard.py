@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from .agreement import record_unit
 from .allocator import ResizingAllocator
 from .device import current_device, resolve_device
 from .module import FsdpModule
@@ -139,6 +140,7 @@ def _attach(
     register_hooks: bool,
 ) -> None:
     label = f"{type(module).__name__}#{len(context.units())}"
+    record = record_unit(owned, options, schedule_policy, register_hooks)
     groups = tuple(
         FsdpParameterGroup(members, options, label, index) for index, members in enumerate(_group_parameters(owned))
     )
@@ -155,7 +157,7 @@ def _attach(
         owner.register_load_state_dict_pre_hook(_refuse_assign)  # type: ignore[no-untyped-call]
     for other in absorbed:
         context.absorb(other)
-    context.register_module(unit)
+    context.register_module(unit, record)
 
 
 def _check_types(module: Any, mesh: Any, placements: Any, policy: Any, schedule: Any) -> None:
