@@ -95,7 +95,7 @@ def _subgroup_average() -> None:
     group = dist.new_group([0, 2])
     if dist.get_rank() in (0, 2):
         value = torch.full((4,), float(dist.get_rank()))
-        collectives.all_reduce(value, "avg", group)
+        collectives.all_reduce(value, "avg", group, what="value")
         assert torch.equal(value, torch.ones(4))
 
 
@@ -119,7 +119,9 @@ def test_pb002_size_one_group() -> None:
 
 def _uneven(numels: list[int]) -> None:
     rank = dist.get_rank()
-    parts = collectives.all_gather_uneven(torch.full((numels[rank],), float(rank)), numels, dist.group.WORLD)
+    parts = collectives.all_gather_uneven(
+        torch.full((numels[rank],), float(rank)), numels, dist.group.WORLD, what="parts"
+    )
     assert [part.tolist() for part in parts] == [[float(r)] * n for r, n in enumerate(numels)]
 
 

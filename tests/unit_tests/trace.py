@@ -1,12 +1,15 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Observers of the runtime: a log of collectives, and a vector clock per stream that finds races on the host."""
+"""Observers of the runtime: a log of collectives, a vector clock per stream that finds races, what stderr got."""
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +18,24 @@ import torch
 from megatron.core.distributed.fsdp.experimental import device
 
 Clock = dict[str, int]
+
+
+@contextmanager
+def captured_stderr() -> Iterator[list[str]]:
+    """Yield a list that holds, after the block, what this process has written to descriptor 2 inside it."""
+    printed: list[str] = []
+    with tempfile.TemporaryFile("w+") as file:
+        sys.stderr.flush()
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield printed
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            printed.append(file.read())
 
 
 class CollectiveLog:

@@ -9,6 +9,7 @@ from .dbuffer import DBuffer
 from .dtensor import FsdpDTensor, gather_full, shard_dtensor
 from .fully_shard import fully_shard, fully_shard_context
 from .hooks import register_fsdp_forward_method
+from .lockstep import check_ranks
 from .module import FsdpModule
 from .norms import clip_grad_norm_, clip_grads_with_norm_, grad_norm
 from .optimizer import fully_shard_optimizer
@@ -25,6 +26,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Placements",
     "SchedulePolicy",
+    "check_ranks",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "fully_shard",

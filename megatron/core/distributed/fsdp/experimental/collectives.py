@@ -4,12 +4,15 @@
 
 Every call is synchronous with respect to the current stream: on an accelerator it returns once the work is enqueued,
 on the host once it is done. Buffers, placements and schedules are other files' business.
+
+Every call is told `what` it communicates, a unit's buffer as a rule, for errors and for the `CallCheck`.
 """
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,23 +31,55 @@ _OPERATIONS = {
     "min": dist.ReduceOp.MIN,
 }
 
+_STDERR = 2
+"""A descriptor rather than ``sys.stderr``, which notebooks and test runners replace by objects without one."""
 
-def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
+
+class CallCheck(Protocol):
+    """Sees every call before the backend does; plugged in by the debug mode in `lockstep.py`."""
+
+    def before(self, operation: str, what: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Raise if the ranks of `group` have not all come with this call; `tensor` is its larger side."""
+        ...
+
+
+_check: CallCheck | None = None
+
+
+def set_call_check(check: CallCheck | None) -> CallCheck | None:
+    """Let `check` see every call from now on, or none; returns the previous one."""
+    global _check
+    previous, _check = _check, check
+    return previous
+
+
+def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, what: str) -> None:
     """Gather equal shards in rank order.
 
     Args:
         output: [ranks * n], overwritten.
         input: [n], same dtype.
         group: the ranks that take part.
+        what: names what is gathered, in errors.
+
+    Raises:
+        RuntimeError: ranks disagree, or the backend has failed; on every rank that came.
     """
     report_collective("all_gather", output.dtype, output.numel(), group.size())
     if group.size() == 1:
         output.copy_(input)
         return
-    _all_gather(output, input, group=group)
+    if _check is not None:
+        _check.before("all_gather", what, output, group)
+    try:
+        _all_gather(output, input, group=group)
+    except RuntimeError as error:
+        raise _explain(error, "all_gather", what, group) from error
 
 
-def reduce_scatter(output: torch.Tensor, input: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup) -> None:
+def reduce_scatter(
+    output: torch.Tensor, input: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup, *, what: str
+) -> None:
     """Reduce over ranks and keep this rank's shard.
 
     Args:
@@ -52,30 +87,52 @@ def reduce_scatter(output: torch.Tensor, input: torch.Tensor, reduction: Reducti
         input: [ranks * n], same dtype; its contents are undefined afterwards.
         reduction: "sum" or "avg".
         group: the ranks that take part.
+        what: names what is reduced, in errors.
+
+    Raises:
+        RuntimeError: see `all_gather`.
     """
     report_collective("reduce_scatter", input.dtype, input.numel(), group.size())
     if group.size() == 1:
         output.copy_(input)
         return
+    if _check is not None:
+        _check.before(f"reduce_scatter {reduction}", what, input, group)
     operation = _prescale(input, reduction, group)
-    _reduce_scatter(output, input, op=operation, group=group)
+    try:
+        _reduce_scatter(output, input, op=operation, group=group)
+    except RuntimeError as error:
+        raise _explain(error, "reduce_scatter", what, group) from error
 
 
-def all_reduce(tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup) -> None:
-    """Reduce `tensor` over ranks in place."""
+def all_reduce(tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup, *, what: str) -> None:
+    """Reduce `tensor` over ranks in place; `what` names it in errors.
+
+    Raises:
+        RuntimeError: see `all_gather`.
+    """
     report_collective("all_reduce", tensor.dtype, tensor.numel(), group.size())
     if group.size() == 1:
         return
-    dist.all_reduce(tensor, op=_prescale(tensor, reduction, group), group=group)
+    if _check is not None:
+        _check.before(f"all_reduce {reduction}", what, tensor, group)
+    operation = _prescale(tensor, reduction, group)
+    try:
+        dist.all_reduce(tensor, op=operation, group=group)
+    except RuntimeError as error:
+        raise _explain(error, "all_reduce", what, group) from error
 
 
-def all_gather_uneven(local: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+def all_gather_uneven(
+    local: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup, *, what: str
+) -> list[torch.Tensor]:
     """Gather 1-D tensors whose sizes differ between ranks but are known to all.
 
     Args:
         local: [numels[rank]].
         numels: size of every rank's tensor, in rank order, the same on all ranks.
         group: the ranks that take part.
+        what: names the tensors in errors.
 
     Returns:
         Every rank's tensor, in rank order.
@@ -86,9 +143,36 @@ def all_gather_uneven(local: torch.Tensor, numels: Sequence[int], group: dist.Pr
     padded = local.new_zeros(width)
     padded[: local.numel()].copy_(local)
     gathered = local.new_empty(width * len(numels))
-    all_gather(gathered, padded, group)
+    all_gather(gathered, padded, group, what=what)
     rows = gathered.view(len(numels), width)
     return [rows[rank, :numel] for rank, numel in enumerate(numels)]
+
+
+def all_gather_bytes(data: bytes, device: torch.device, group: dist.ProcessGroup, *, what: str) -> list[bytes]:
+    """Gather byte strings of any sizes in rank order, through tensors on `device`; waits for the device."""
+    size = torch.tensor([len(data)], device=device)
+    sizes = size.new_empty(group.size())
+    all_gather(sizes, size, group, what=what)
+    local = torch.tensor(list(data), dtype=torch.uint8, device=device)
+    parts = all_gather_uneven(local, sizes.tolist(), group, what=what)
+    return [bytes(part.tolist()) for part in parts]
+
+
+def dump_stacks() -> None:
+    """Print what every thread of this process is doing to stderr."""
+    faulthandler.dump_traceback(_STDERR, all_threads=True)
+
+
+def _explain(error: RuntimeError, operation: str, what: str, group: dist.ProcessGroup) -> RuntimeError:
+    """Return what to raise for a failure of the backend, which knows sockets but no units; keep what is no failure."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    dump_stacks()
+    return RuntimeError(
+        f"{operation} of {what}: expected all {group.size()} ranks of the process group to take part, got from the "
+        f"{dist.get_backend(group)} backend: {error}. If the ranks may have come to different points of the program, "
+        "set MEGATRON_FSDP_CHECK_RANKS=1: that run says which rank was where."
+    )
 
 
 def _prescale(input: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup) -> dist.ReduceOp.RedOpType:

@@ -36,6 +36,7 @@ class DBuffer:
             resident buffer of zeros.
 
     Attributes:
+        origin: follows the name where ranks compare what they send: which of several models the buffer belongs to.
         local: [local_numel]; elements that belong to no tensor are undefined.
         pieces: views of `local`, one per tensor. A whole tensor has its logical shape, whole rows the shape
             [rows, *shape[1:]], anything else is 1-D; which of these a tensor has is the same on every rank.
@@ -62,6 +63,7 @@ class DBuffer:
         self.placements = tuple(placements)
         self.dtype = dtype
         self.name = name
+        self.origin = ""
         self._allocator = allocator
         shard, num_merged = _merged_shard(mesh, self.placements)
         self.local_range: Range = layout.shard_range(shard, num_merged)
@@ -165,14 +167,14 @@ class DBuffer:
             return
         report_access(change.value, reads=(self.name,), writes=(target.name,))
         if change is Communication.ALL_GATHER:
-            collectives.all_gather(target.local, self.local, group)
+            collectives.all_gather(target.local, self.local, group, what=self.name + self.origin)
             return
         reduction = _reduction(self.placements[axis])
         if change is Communication.REDUCE_SCATTER:
-            collectives.reduce_scatter(target.local, self.local, reduction, group)
+            collectives.reduce_scatter(target.local, self.local, reduction, group, what=self.name + self.origin)
         else:
             target.local.copy_(self.local)
-            collectives.all_reduce(target.local, reduction, group)
+            collectives.all_reduce(target.local, reduction, group, what=self.name + self.origin)
 
 
 def _reduction(placement: Placement) -> Literal["sum", "avg"]:

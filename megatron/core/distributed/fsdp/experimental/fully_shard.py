@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import hooks, registration
+from .agreement import record_unit
 from .allocator import ResizingAllocator
 from .checks import (
     check_attributes,
@@ -149,6 +150,7 @@ def _attach(
     register_hooks: bool,
 ) -> ModuleT:
     label = f"{type(module).__name__}#{len(context.units())}"
+    record = record_unit(owned, options, schedule_policy, register_hooks)
     groups = tuple(
         FsdpParameterGroup(members, options, label, index) for index, members in enumerate(group_parameters(owned))
     )
@@ -167,7 +169,7 @@ def _attach(
         owner.register_state_dict_pre_hook(_check_state_dict)  # type: ignore[no-untyped-call]
     for other in absorbed:
         context.absorb(other)
-    context.register_module(unit)
+    context.register_module(unit, record)
     return module
 
 

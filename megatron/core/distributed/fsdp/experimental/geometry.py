@@ -91,5 +91,6 @@ class ShardGeometry:
             The logical shape, same dtype and device, without autograd history.
         """
         numels = [self.layout.owned(self.index, shard).numel for shard in range(self.layout.num_shards)]
-        parts = collectives.all_gather_uneven(local.detach().reshape(-1), numels, self.mesh.get_group(0))
+        flat = local.detach().reshape(-1)
+        parts = collectives.all_gather_uneven(flat, numels, self.mesh.get_group(0), what=self.fqn)
         return torch.cat(parts).view(self.shape)

@@ -64,8 +64,13 @@ class GroupContext(Protocol):
         """Compute initial values that are missing."""
         ...
 
-    def ensure_finalized(self) -> None:
-        """Fix roots and names."""
+    def name_units(self) -> None:
+        """Name units and parameters by their place."""
+        ...
+
+    @property
+    def is_finalized(self) -> bool:
+        """Whether names are fixed."""
         ...
 
     def await_gathers(self) -> None:

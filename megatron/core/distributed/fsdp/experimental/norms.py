@@ -90,7 +90,7 @@ def grad_norm(parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> tor
         for groups, gradients in buckets.values():
             part = _power_sum(gradients, norm_type, like=total)
             for group in groups:
-                collectives.all_reduce(part, "max" if is_max else "sum", group)
+                collectives.all_reduce(part, "max" if is_max else "sum", group, what="the gradient norm")
             total = torch.maximum(total, part) if is_max else total + part
         norm = total if is_max else total.pow(1.0 / norm_type)
         return norm if is_wide else norm.float()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .checksum import MULTIPLIER, checksum_of
 from .dbuffer import DBuffer
 from .device import report_access
 from .dtensor import FsdpDTensor, shard_dtensor
@@ -53,6 +54,7 @@ class FsdpParameterGroup:
         has_final_gradients: False after a microbatch that was not the last; set by the schedule.
         on_requires_grad: called before a parameter is frozen or unfrozen, and may refuse; a weak method of the unit.
         context: the context of its unit, held weakly; None until the unit has one.
+        values_checksum: of initial values that were computed after sharding; 0 if there were none.
         num_steps: optimizer steps that the main weights have taken.
     """
 
@@ -80,6 +82,7 @@ class FsdpParameterGroup:
         self.layout = plan_layout([tensor.shape for tensor in originals], mesh.size())
         self._built_on_meta = frozenset(index for index, tensor in enumerate(originals) if tensor.is_meta)
         self._without_values = set(self._built_on_meta)
+        self.values_checksum: torch.Tensor | int = 0
         self.main_weight = DBuffer(self.layout, mesh, main_at, dtype=main_dtype, device=device, name="main_weight")
         for index, original in enumerate(originals):
             if not original.is_meta:
@@ -170,11 +173,9 @@ class FsdpParameterGroup:
         """
         self.name = f"{unit}.{self._index}"
         fqns = [f"{prefix}.{fqn}" if prefix else fqn for fqn in self.fqns]
-        buffers = [self.main_weight, self.model_weight, self.full_weight]
         if self.gradients is not None:
-            buffers += self.gradients.buffers
             self.gradients.rename(fqns)
-        for buffer in buffers:
+        for buffer in self.buffers:
             buffer.name = f"{self.name}.{buffer.name.rpartition('.')[2]}"
         for fqn, parameter in zip(fqns, self.sharded_parameters, strict=True):
             named: Any = parameter
@@ -182,6 +183,12 @@ class FsdpParameterGroup:
         for fqn, parameter in zip(fqns, self.unsharded_parameters, strict=True):
             gathered: Any = parameter
             gathered.main_grad = _NoMainGrad(fqn)
+
+    @property
+    def buffers(self) -> tuple[DBuffer, ...]:
+        """All buffers of weights and gradients."""
+        gradients = () if self.gradients is None else self.gradients.buffers
+        return (self.main_weight, self.model_weight, self.full_weight, *gradients)
 
     @property
     def numel(self) -> int:
@@ -261,10 +268,10 @@ class FsdpParameterGroup:
             context.initialize_values()
 
     def ensure_names(self) -> None:
-        """Have the context finalised, which gives parameters their names in the root."""
+        """Have parameters named by their place under the root, also before the first forward."""
         context = None if self.context is None else self.context()
-        if context is not None:
-            context.ensure_finalized()
+        if context is not None and not context.is_finalized:
+            context.name_units()
 
     def set_values(self, index: int, tensor: torch.Tensor) -> None:
         """Give parameter `index` its initial values.
@@ -274,6 +281,7 @@ class FsdpParameterGroup:
             tensor: full values, logical shape, the same on every rank.
         """
         self.main_weight.distribute(index, tensor)
+        self.values_checksum = self.values_checksum * MULTIPLIER + checksum_of(tensor)
         self._without_values.discard(index)
         self.mark_main_weight_written()
 

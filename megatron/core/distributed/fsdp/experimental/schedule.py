@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from .agreement import UnitRecord, check_units
 from .device import Stream, current_stream, new_stream, profile_range
 from .indexed_order import IndexedOrder
 from .initial_values import initialize_values
@@ -65,6 +66,7 @@ class FsdpContext:
         self.forward_order: IndexedOrder[Unit] = IndexedOrder()
         self.backward_order: IndexedOrder[Unit] = IndexedOrder()
         self._registered: IndexedOrder[Unit] = IndexedOrder()
+        self._records: dict[int, UnitRecord] = {}
         self.is_implicit = False
         self._is_finalized = False
         self.is_initializing = False
@@ -78,8 +80,12 @@ class FsdpContext:
         """Whether orders and names are fixed."""
         return self._is_finalized
 
-    def register_module(self, module: Unit) -> None:
+    def register_module(self, module: Unit, record: UnitRecord | None = None) -> None:
         """Add a unit that is being built in this context.
+
+        Args:
+            module: the unit.
+            record: what ranks must agree on about it when the context is finalised; None for nothing.
 
         Raises:
             RuntimeError: the context has been finalised.
@@ -90,12 +96,14 @@ class FsdpContext:
                 "`with` block has ended. Shard all units before the first forward, in one fully_shard_context()."
             )
         self._registered.append(module)
+        if record is not None:
+            self._records[id(module)] = record
 
     def absorb(self, other: FsdpContext) -> None:
         """Take over the units of a context that has not been finalised."""
         assert not other._is_finalized
         for unit in other._registered:
-            self.register_module(unit)
+            self.register_module(unit, other._records.get(id(unit)))
             unit._fsdp_join(self)
 
     def units(self) -> list[Unit]:
@@ -106,12 +114,22 @@ class FsdpContext:
         """Fix roots, names and the static prefetch orders: forward as defined, backward in reverse.
 
         Several roots run forward in the order they were built and backward in the reverse order.
+
+        Raises:
+            RuntimeError: other ranks have built other units; on every rank.
         """
         if self._is_finalized:
             return
-        self.forward_order, self.backward_order = order_units(self._registered)
+        self.name_units()
         self.initialize_values()
+        recorded = [unit for unit in self.forward_order if id(unit) in self._records]
+        check_units([(unit, self._records[id(unit)]) for unit in recorded], self.device)
+        self._records.clear()
         self._is_finalized = True
+
+    def name_units(self) -> None:
+        """Name units and parameters by their place under the roots that there are; without communication."""
+        self.forward_order, self.backward_order = order_units(self._registered)
 
     def initialize_values(self) -> None:
         """Compute the initial values of parameters that were built on the meta device, if they are still missing."""

@@ -1,0 +1,208 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Whether all ranks have built the same units from the same weights; asked once, when a context is finalised.
+
+Ranks that differ would wait for each other, or mix up each other's weights. Calls that differ later are found in
+`lockstep.py`.
+
+[Note: one round per process group]
+The round is one all-reduce of fixed size, so that it ends whatever each rank has built: the number of units, a hash of
+all facts about them and a checksum of their values, each beside its negative, whose maximum is the minimum. Only where
+these differ do ranks send the facts themselves, or one checksum per unit, to name the first unit that differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from . import collectives
+from .checksum import MULTIPLIER, checksum_of
+from .group_options import GroupOptions, OwnedParameter
+from .policy import SchedulePolicy
+from .unit import Unit
+
+_MASK = (1 << 62) - 1
+"""Keeps a number's negative representable."""
+
+_num_models: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""Roots that have been numbered over each process group."""
+
+
+@dataclass(frozen=True)
+class UnitRecord:
+    """What ranks must agree on about one unit, taken while it is sharded.
+
+    Attributes:
+        facts: (what, value) pairs in a fixed order; without addresses, ids and devices, which differ anyway.
+        groups: the process groups over which the unit communicates.
+        checksum: int64, 0-d, on the context's device; of the values that all ranks should have started from, without
+            those that parameters built on the meta device get later.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+    groups: tuple[dist.ProcessGroup, ...]
+    checksum: torch.Tensor
+
+
+_Unit = tuple[str, list[list[str]]]
+"""A unit's name and facts, as they come out of JSON."""
+
+
+def record_unit(
+    owned: Sequence[OwnedParameter], options: GroupOptions, schedule_policy: SchedulePolicy, register_hooks: bool
+) -> UnitRecord:
+    """Describe a unit whose parameters are still full; no host synchronisation.
+
+    Args:
+        owned: the unit's parameters, in the order of their groups.
+        options: what its groups share.
+        schedule_policy: its prefetch budgets.
+        register_hooks: whether it drives itself.
+    """
+    mesh = options.mesh
+    facts = [
+        ("mesh", f"{tuple(mesh.shape)} {mesh.mesh_dim_names}"),
+        ("placements", repr(options.placements)),
+        ("mixed_precision_policy", repr(options.mixed_precision_policy)),
+        ("grad_divisor", repr(options.grad_divisor)),
+        ("gradient_reduction", options.gradient_reduction),
+        ("schedule_policy", repr(schedule_policy)),
+        ("register_hooks", repr(register_hooks)),
+    ]
+    checksum = torch.zeros((), dtype=torch.int64, device=options.device)
+    for item in owned:
+        kind = "trainable" if item.parameter.requires_grad else "frozen"
+        facts.append((f"parameter {item.fqn}", f"{tuple(item.parameter.shape)} {item.parameter.dtype} {kind}"))
+        if not item.parameter.is_meta:
+            checksum = checksum * MULTIPLIER + checksum_of(item.parameter).to(options.device)
+    groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
+    return UnitRecord(tuple(facts), groups, checksum)
+
+
+def check_units(units: Sequence[tuple[Unit, UnitRecord]], device: torch.device) -> None:
+    """Compare the units of a context over every process group that they use; called once they have their names.
+
+    Args:
+        units: each unit and its record, in forward order. Where there are none, this rank says so over the default
+            process group, which the units of other ranks use as a rule.
+        device: the context's device.
+
+    Raises:
+        RuntimeError: units differ; on every rank of the group, naming the first unit and what differs.
+
+    Warns:
+        UserWarning: initial values differ; on every rank of the group, naming the first unit.
+    """
+    groups = {group.group_name: group for _, record in units for group in record.groups}
+    if not units and dist.is_initialized():
+        default = dist.group.WORLD
+        if default is not None and device.type in {item.type for item in default._device_types}:
+            groups[default.group_name] = default
+    # By name, so that ranks of several groups come to them in one order.
+    for _, group in sorted(groups.items()):
+        if group.size() > 1:
+            members = [
+                (unit.name, _with_later_values(unit, record)) for unit, record in units if group in record.groups
+            ]
+            _check_group(members, device, group)
+    _number_models(units)
+
+
+def _with_later_values(unit: Unit, record: UnitRecord) -> UnitRecord:
+    checksum = record.checksum
+    for group in unit.parameter_groups:
+        checksum = checksum * MULTIPLIER + group.values_checksum
+    return replace(record, checksum=checksum)
+
+
+def _number_models(units: Sequence[tuple[Unit, UnitRecord]]) -> None:
+    """Let the names of what units send tell models apart whose units have the same names.
+
+    Numbers count per process group, so that ranks with other models besides agree on them.
+    """
+    numbers: dict[tuple[int, str], int] = {}
+    for unit, record in units:
+        group = record.groups[0]
+        key = (id(unit._fsdp_root()), group.group_name)
+        if key not in numbers:
+            numbers[key] = _num_models.get(group, 0)
+            _num_models[group] = numbers[key] + 1
+        for parameter_group in unit.parameter_groups:
+            if numbers[key]:
+                for buffer in parameter_group.buffers:
+                    buffer.origin = f" of model {numbers[key]}"
+
+
+def _check_group(units: Sequence[tuple[str, UnitRecord]], device: torch.device, group: dist.ProcessGroup) -> None:
+    described = json.dumps([(name, record.facts) for name, record in units]).encode()
+    digest = int.from_bytes(hashlib.sha256(described).digest()[:8], "big") & _MASK
+    mine = torch.tensor([len(units), digest, 0], device=device)
+    checksums = [record.checksum & _MASK for _, record in units]
+    for checksum in checksums:
+        mine[2] = (mine[2] * MULTIPLIER + checksum) & _MASK
+    same_count, same_facts, same_values = _compare(mine, group, "the agreement of ranks")
+    if not (same_count and same_facts):
+        everything = collectives.all_gather_bytes(described, device, group, what="the units of each rank")
+        raise RuntimeError(_describe_difference([json.loads(item) for item in everything], group))
+    if not same_values:
+        same = _compare(torch.stack(checksums), group, "the checksums of units")
+        warnings.warn(
+            f"initial weights of unit {units[same.index(False)][0]}: expected the same values on all "
+            f"{group.size()} ranks, got different ones, of which each rank now holds its own shard. Use the same seed "
+            "on every rank, or broadcast the parameters from rank 0 before fully_shard; it does not matter if a "
+            "checkpoint is loaded next.",
+            stacklevel=2,
+        )
+
+
+def _compare(values: torch.Tensor, group: dist.ProcessGroup, what: str) -> list[bool]:
+    """Return for each of `values`, between 0 and 2**62, whether it is the same on all ranks."""
+    extremes = torch.stack([values, -values])
+    collectives.all_reduce(extremes, "max", group, what=what)
+    highest, negative_lowest = extremes.tolist()
+    return [high == -low for high, low in zip(highest, negative_lowest, strict=True)]
+
+
+def _describe_difference(ranks: Sequence[list[_Unit]], group: dist.ProcessGroup) -> str:
+    """Name the first unit in which a rank differs from the group's first rank, and what differs.
+
+    Args:
+        ranks: every rank's units.
+        group: the ranks.
+    """
+    names = dist.get_process_group_ranks(group)
+    differing = [index for index, units in enumerate(ranks) if units != ranks[0]]
+    position, other = min((_first_difference(ranks[0], ranks[index]), index) for index in differing)
+    ours, theirs = _facts_at(ranks[0], position), _facts_at(ranks[other], position)
+    fact = _first_difference(ours, theirs)
+    name = (ours if position < len(ranks[0]) else theirs)[0][1]
+    return (
+        f"units of ranks: expected the same on all ranks {names}, got for {name}, number {position} in forward order: "
+        f"{_fact_at(ours, fact)} on rank {names[0]}, {_fact_at(theirs, fact)} on rank {names[other]}. Build the same "
+        "model and call fully_shard with the same options in the same order on every rank."
+    )
+
+
+def _first_difference(first: Sequence[Any], second: Sequence[Any]) -> int:
+    return next(index for index, (a, b) in enumerate(zip_longest(first, second)) if a != b)
+
+
+def _facts_at(units: list[_Unit], position: int) -> list[list[str]]:
+    if position >= len(units):
+        return [["unit", f"none, {len(units)} in all"]]
+    name, facts = units[position]
+    return [["unit", name], *facts]
+
+
+def _fact_at(facts: list[list[str]], index: int) -> str:
+    return "{}: {}".format(*facts[index]) if index < len(facts) else "nothing more"
