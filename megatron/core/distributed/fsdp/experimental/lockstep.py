@@ -166,7 +166,10 @@ class _GroupCalls:
             raise
         except RuntimeError:
             # The time is up; the kinds of stores differ in the class of this error.
-            self._store.compare_set(key, "", self._describe_missing(number, call))
+            missing = [rank for rank in self._ranks if not self._store.check([f"{number}/{rank}"])]
+            if missing:
+                self._store.compare_set(key, "", self._describe_missing(missing, call))
+        # If nobody is missing, the last to arrive is about to judge.
         verdict: str = self._store.get(key).decode()
         return "" if verdict == _AGREED else verdict
 
@@ -184,8 +187,7 @@ class _GroupCalls:
             "units in the same order on every rank; multiply by zero, or pass zero rows, where one is not needed."
         )
 
-    def _describe_missing(self, number: int, call: str) -> str:
-        missing = [rank for rank in self._ranks if not self._store.check([f"{number}/{rank}"])]
+    def _describe_missing(self, missing: list[int], call: str) -> str:
         history = "; ".join(f"rank {rank} did last: {self._describe_last(rank)}" for rank in missing)
         return (
             f"{call}: expected ranks {self._ranks} within {self._timeout_s:g} s, got no call from ranks {missing}: "
