@@ -113,9 +113,12 @@ def measure(arguments: argparse.Namespace, model: str, runtime: str) -> Row:
             finally:
                 process.terminate()  # torchrun then ends its workers
                 process.wait()
-        if process.returncode == 0 and not is_late:
-            return {**row, "status": "ok", **json.loads((folder / "result.json").read_text())}
         lines = log.read_text(errors="replace").splitlines()
+        result = folder / "result.json"
+        if result.exists():  # all ranks have measured; gloo may abort a process while it ends (docs/LOG.md)
+            if process.returncode != 0:
+                print(f"--- {model}, {runtime}: measured, then exit status {process.returncode}", file=sys.stderr)
+            return {**row, "status": "ok", **json.loads(result.read_text())}
         error = f"no result within {arguments.timeout_s:g} s" if is_late else find_error(folder, lines)
     print(f"--- {model}, {runtime}, end of its output:", *lines[-LOG_LINES_SHOWN:], sep="\n", file=sys.stderr)
     return {**row, "status": "failed", "error": error}

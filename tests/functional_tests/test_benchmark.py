@@ -54,7 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     command = [sys.executable, SCRIPT, *flags]
     run = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=180, check=False
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     return run, folder / "out"
 
@@ -160,6 +160,37 @@ def test_a_rank_that_dies_or_hangs_is_a_failure(
     assert benchmark.main(flags) == 1
     (row,) = table_rows(capsys.readouterr().out)
     assert row["ms (min-max)"].startswith("failed: ") and error in row["ms (min-max)"]
+
+
+def test_a_process_that_aborts_at_its_end_has_measured(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = """
+import atexit, os
+atexit.register(os.abort)
+def MixedPrecisionPolicy(**options): return options
+def fully_shard_model(model, **options): return model
+def fully_shard_optimizer(optimizer): return optimizer
+"""
+    (tmp_path / "megatron_fsdp.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    flags = [
+        "--models",
+        "tiny",
+        "--runtimes",
+        "megatron_fsdp",
+        "--nproc-per-node",
+        "2",
+        "--steps",
+        "1",
+        "--warmup",
+        "3",
+    ]
+    assert benchmark.main(flags) == 0
+    captured = capsys.readouterr()
+    (row,) = table_rows(captured.out)
+    assert float(row["host ms"]) > 0 and "measured, then exit status 1" in captured.err
 
 
 @pytest.mark.parametrize(
