@@ -54,7 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     command = [sys.executable, SCRIPT, *flags]
     run = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500, check=False
     )
     return run, folder / "out"
 
