@@ -6,7 +6,7 @@ Whether a value is a sensible one is not decided here.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 FSDP_V2_FLAGS = (
@@ -112,13 +112,13 @@ REQUIREMENTS = (
 )
 
 
-def check_requirements(args: argparse.Namespace) -> None:
-    """Check the flags written on the command line against the table.
+def check_requirements(args: argparse.Namespace, requirements: Sequence[Requirement] = REQUIREMENTS) -> None:
+    """Check the flags written on the command line against a table, by default that of training.
 
     Raises:
         ValueError: A flag would do nothing.
     """
-    for requirement in REQUIREMENTS:
+    for requirement in requirements:
         for flag in requirement.flags:
             if flag in args.given and not requirement.is_met(args):
                 raise ValueError(
