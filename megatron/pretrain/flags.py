@@ -8,6 +8,7 @@ What a flag's value may be by itself is said here; whether values fit together i
 
 import argparse
 
+from megatron.pretrain.tokenizer import TOKENIZER_TYPES
 from megatron.pretrain.values import decay, integer, number, one_of
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16", "auto")
@@ -141,6 +142,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         type=_count,
         help="token ids in the data, without the end-of-document id, which is added above them",
     )
+    add_tokenizer(parser, "the tokenizer that made the data, instead of --vocab-size")
     add(
         "--make-vocab-size-divisible-by",
         type=_count,
@@ -158,6 +160,18 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         help="no attention across end-of-document tokens",
     )
     add("--eod-mask-loss", action="store_true", help="no loss on end-of-document tokens")
+
+
+def add_tokenizer(parser: argparse.ArgumentParser, use: str) -> None:
+    """Declare the flags that name a tokenizer.
+
+    Args:
+        parser: Of training or of preprocessing.
+        use: What it is for.
+    """
+    add = parser.add_argument_group("tokenizer").add_argument
+    add("--tokenizer-type", type=one_of(*TOKENIZER_TYPES), help=f"{use}: {' or '.join(TOKENIZER_TYPES)}")
+    add("--tokenizer-model", help="folder of a Hugging Face tokenizer, or its name on the Hub")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:

@@ -52,7 +52,13 @@ def _has_sharded_overlap(args: argparse.Namespace) -> bool:
 
 
 _R = Requirement
+TOKENIZER_REQUIREMENT = _R(
+    ("--tokenizer-model",),
+    "--tokenizer-type HuggingFaceTokenizer",
+    lambda a: a.tokenizer_type == "HuggingFaceTokenizer",
+)
 REQUIREMENTS = (
+    TOKENIZER_REQUIREMENT,
     _R(("--num-query-groups",), "--group-query-attention", lambda a: a.group_query_attention),
     _R(
         ("--rotary-base", "--rotary-percent"),
@@ -72,7 +78,7 @@ REQUIREMENTS = (
         lambda a: not a.mock_data,
     ),
     _R(
-        ("--vocab-size",),
+        ("--vocab-size", "--tokenizer-type"),
         "--data-path or --mock-data (the byte corpus has 256 ids)",
         lambda a: has_files(a) or a.mock_data,
     ),
