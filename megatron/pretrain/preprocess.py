@@ -333,8 +333,8 @@ def main(argv: Sequence[str]) -> None:
     for key, prefix in output_prefixes(args).items():
         writer = writers[key]
         words = ["python", "pretrain_gpt.py", "--data-path", prefix, *tokenizer, *_split_flags(writer)]
-        empty = f" ({writer.num_empty} without text)" if writer.num_empty else ""
-        print(f"Wrote {prefix}.bin and .idx: {writer.num_documents} documents{empty}, {writer.num_tokens} tokens.")
+        counts = f"documents: {writer.num_documents}, without text: {writer.num_empty}, tokens: {writer.num_tokens}"
+        print(f"Wrote {prefix}.bin and .idx ({counts}).")
         print(f"Next: {shlex.join(words)}")
 
 

@@ -111,7 +111,7 @@ def _load(model: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # The formats behind it raise almost anything.
         reason = str(error).strip().split("\n", 1)[0].rstrip(".")
         raise ValueError(

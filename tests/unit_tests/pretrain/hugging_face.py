@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a tiny tokenizer in the format of Hugging Face, without a network."""
 
-from pathlib import Path
+from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 EOD = "<|endoftext|>"
 
@@ -14,6 +17,10 @@ def save_tokenizer(
     folder: Path, eos_token: str | None = EOD, model_max_length: int = 1 << 20
 ) -> PreTrainedTokenizerFast:
     """Save a BPE over bytes with merges for "low", and return it."""
+    # Not above: they take seconds, and most tests of a file do without.
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [EOD, *letters, "lo", "low"]
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [("l", "o"), ("lo", "w")]))
