@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the command line and explains what it does not know.
 
-The flags are declared in ``flags.py``; ``validation.py`` decides whether their values fit together,
+The flags of training are declared in ``flags.py``; ``validation.py`` decides whether their values fit together,
 and ``refused.py`` knows the flags of Megatron-LM that have no meaning here.
 """
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from megatron.pretrain.flags import add_flags
@@ -16,10 +16,24 @@ from megatron.pretrain.refused import REFUSED_FLAGS
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line.
+    """Read the command line of the training script.
 
     Args:
         argv: The words after the script's name.
+
+    Returns:
+        See ``read_flags``.
+    """
+    return read_flags(_build_parser(), argv, REFUSED_FLAGS)
+
+
+def read_flags(parser: "FlagParser", argv: Sequence[str], refused: Mapping[str, str]) -> argparse.Namespace:
+    """Read a command line.
+
+    Args:
+        parser: Knows the flags.
+        argv: The words after the script's name.
+        refused: Flags of Megatron-LM that the script does not honour, with what to do instead.
 
     Returns:
         One attribute per flag, and ``given``: the set of the flags written on the command line.
@@ -28,12 +42,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         ValueError: For unknown flags, with the nearest known one, and refused flags, with the
             reason, all at once; or a word that is no value for its flag.
     """
-    parser = _build_parser()
     known = sorted(parser._option_string_actions)
     flags = [word.split("=", 1)[0] for word in argv if word.startswith("--")]
     unknown = dict.fromkeys(flag for flag in flags if flag not in known)
     if unknown:
-        raise ValueError("\n".join(_explain_unknown(flag, known) for flag in unknown))
+        raise ValueError("\n".join(_explain_unknown(flag, known, refused) for flag in unknown))
     args, rest = parser.parse_known_args(argv)
     if rest:
         raise ValueError(
@@ -44,11 +57,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _explain_unknown(flag: str, known: Sequence[str]) -> str:
-    if flag in REFUSED_FLAGS:
+def _explain_unknown(flag: str, known: Sequence[str], refused: Mapping[str, str]) -> str:
+    if flag in refused:
         return (
             "Unsupported flag: expected a flag that this script honours, got "
-            f"{flag} for the command line. {REFUSED_FLAGS[flag]}"
+            f"{flag} for the command line. {refused[flag]}"
         )
     nearest = max(known, key=lambda name: _similarity(flag, name))
     hint = f"Did you mean {nearest}? " if _similarity(flag, nearest) > 0.7 else ""
@@ -73,8 +86,25 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-class _Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
+    """Raises ValueError for what it cannot read, with the flag's name.
+
+    Args:
+        prog: How the script is called.
+        description: What it does.
+    """
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            allow_abbrev=False,
+            exit_on_error=False,
+            formatter_class=_HelpFormatter,
+        )
+
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """Parse as argparse does."""
         try:
             return super().parse_known_args(args, namespace)
         except argparse.ArgumentError as error:
@@ -86,16 +116,14 @@ class _Parser(argparse.ArgumentParser):
             ) from None
 
     def error(self, message: str) -> NoReturn:
+        """Raise instead of leaving the process."""
         raise ValueError(f"Command line: {message}. See --help for all flags.")
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="pretrain_gpt.py",
-        description="Train a GPT with megatron-core; without a data flag, on the bytes of the Python standard library.",
-        allow_abbrev=False,
-        exit_on_error=False,
-        formatter_class=_HelpFormatter,
+def _build_parser() -> FlagParser:
+    parser = FlagParser(
+        "pretrain_gpt.py",
+        "Train a GPT with megatron-core; without a data flag, on the bytes of the Python standard library.",
     )
     add_flags(parser)
     return parser

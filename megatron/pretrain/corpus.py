@@ -18,7 +18,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.pretrain.indexed_files import check_indexed_files
-from megatron.pretrain.validation import BYTE_VOCAB_SIZE
+from megatron.pretrain.tokenizer import BYTE_VOCAB_SIZE
 
 # Tests repeat the code they test, and the codecs in encodings are tables of numbers.
 _SKIPPED_FOLDERS = frozenset(

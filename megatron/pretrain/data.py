@@ -27,6 +27,7 @@ from megatron.core import parallel_state
 from megatron.pretrain.corpus import build_corpus, cache_folder, corpus_prefix
 from megatron.pretrain.indexed_files import check_indexed_files
 from megatron.pretrain.launcher import Place
+from megatron.pretrain.tokenizer import Vocabulary
 
 Batch = dict[str, torch.Tensor]
 SPLITS = ("train", "valid", "test")
@@ -43,14 +44,14 @@ class DataIterators:
 
 
 class TokenIds:
-    """What the datasets ask of a tokenizer: the number of ids, the last of which ends documents."""
+    """What the datasets ask of a tokenizer: the number of ids and which of them ends documents."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size + 1
-        self.eod = vocab_size
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocab_size = vocabulary.num_ids
+        self.eod = vocabulary.eod
         # megatron-core's own, -1, would replace a damaged token by 0 and leave it out of the loss.
         self.pad = -(2**63)
-        self.unique_identifiers = {"class": type(self).__name__, "vocab_size": self.vocab_size}
+        self.unique_identifiers = {"class": type(self).__name__, "vocab_size": self.vocab_size, "eod": self.eod}
 
 
 def check_data(args: argparse.Namespace) -> None:
@@ -187,7 +188,7 @@ def _dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         split=None if is_per_split else args.split,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
-        tokenizer=TokenIds(args.vocab_size),
+        tokenizer=TokenIds(args.vocabulary),
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
@@ -218,28 +219,28 @@ def _iterate(dataset: Any, num_samples: int, args: argparse.Namespace) -> Iterat
         generator=torch.Generator().manual_seed(args.seed),
     )
     for batch in loader:
-        check_token_ids(batch, args.vocab_size)
+        check_token_ids(batch, args.vocabulary)
         device = torch.cuda.current_device()
         yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def check_token_ids(batch: Batch, vocab_size: int) -> None:
+def check_token_ids(batch: Batch, vocabulary: Vocabulary) -> None:
     """Check that every token id is in the vocabulary; called on each microbatch before it leaves the CPU.
 
     Raises:
-        ValueError: One is negative or above the end-of-document id.
+        ValueError: One is negative or above the last id.
     """
     extremes = [tensor.aminmax() for tensor in (batch["tokens"], batch["labels"])]
     smallest, largest = min(int(e.min) for e in extremes), max(int(e.max) for e in extremes)
     if smallest < 0:
         raise ValueError(
-            f"Data: expected token ids >= 0, got {smallest} for --vocab-size. "
+            f"Data: expected token ids >= 0, got {smallest} for {vocabulary.flag}. "
             "The data is damaged or holds no token ids: build it again."
         )
-    if largest > vocab_size:
+    if largest >= vocabulary.num_ids:
         raise ValueError(
-            f"Data: expected token ids up to {vocab_size} (the end of a document), got {largest} for "
-            "--vocab-size. Give the vocabulary size of the tokenizer that made the data."
+            f"Data: expected token ids up to {vocabulary.num_ids - 1} (the last one), got {largest} for "
+            f"{vocabulary.flag}. Give the tokenizer that made the data, or its vocabulary size."
         )
 
 

@@ -7,7 +7,9 @@ What a flag's value may be by itself is said here; whether values fit together i
 """
 
 import argparse
-from collections.abc import Callable
+
+from megatron.pretrain.tokenizer import TOKENIZER_TYPES
+from megatron.pretrain.values import decay, integer, number, one_of
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16", "auto")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -28,61 +30,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         add_group(parser)
 
 
-def _integer(at_least: int, at_most: int | None = None) -> Callable[[str], int]:
-    bounds = f">= {at_least}" if at_most is None else f"in [{at_least}, {at_most}]"
-
-    def convert(word: str) -> int:
-        try:
-            value = int(word)
-        except ValueError:
-            value = None
-        if value is None or value < at_least or (at_most is not None and value > at_most):
-            raise argparse.ArgumentTypeError(f"expected an integer {bounds}, got {word!r}")
-        return value
-
-    return convert
-
-
-def _number(at_least: float, at_most: float = float("inf")) -> Callable[[str], float]:
-    bounds = f">= {at_least:g}" if at_most == float("inf") else f"in [{at_least:g}, {at_most:g}]"
-
-    def convert(word: str) -> float:
-        try:
-            value = float(word)
-        except ValueError:
-            value = float("nan")
-        if not at_least <= value <= at_most or value == float("inf"):
-            raise argparse.ArgumentTypeError(f"expected a number {bounds}, got {word!r}")
-        return value
-
-    return convert
-
-
-def _decay(word: str) -> float:
-    """Convert the decay of a moment: with 1 it would never take in a gradient."""
-    try:
-        value = float(word)
-    except ValueError:
-        value = float("nan")
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number in [0, 1), got {word!r}")
-    return value
-
-
-def _one_of(*names: str) -> Callable[[str], str]:
-    def convert(word: str) -> str:
-        if word not in names:
-            raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}, got {word!r}")
-        return word
-
-    return convert
-
-
-_count = _integer(1)
-_index = _integer(0)
-_positive = _number(0.0)
-_probability = _number(0.0, 1.0)
-_seed = _integer(1, 2**32 - 1)  # What NumPy's generators take.
+_count = integer(1)
+_index = integer(0)
+_positive = number(0.0)
+_probability = number(0.0, 1.0)
+_seed = integer(1, 2**32 - 1)  # What NumPy's generators take.
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +61,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--position-embedding-type",
-        type=_one_of("learned_absolute", "rope", "none"),
+        type=one_of("learned_absolute", "rope", "none"),
         default="learned_absolute",
         help="learned_absolute, rope or none",
     )
@@ -122,7 +74,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--normalization",
-        type=_one_of("LayerNorm", "RMSNorm"),
+        type=one_of("LayerNorm", "RMSNorm"),
         default="LayerNorm",
         help="LayerNorm or RMSNorm",
     )
@@ -155,7 +107,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--transformer-impl",
-        type=_one_of("local", "transformer_engine"),
+        type=one_of("local", "transformer_engine"),
         help="default: transformer_engine where it is installed beside CUDA, else local",
     )
 
@@ -190,6 +142,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         type=_count,
         help="token ids in the data, without the end-of-document id, which is added above them",
     )
+    add_tokenizer(parser, "the tokenizer that made the data, instead of --vocab-size")
     add(
         "--make-vocab-size-divisible-by",
         type=_count,
@@ -207,6 +160,18 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         help="no attention across end-of-document tokens",
     )
     add("--eod-mask-loss", action="store_true", help="no loss on end-of-document tokens")
+
+
+def add_tokenizer(parser: argparse.ArgumentParser, use: str) -> None:
+    """Declare the flags that name a tokenizer.
+
+    Args:
+        parser: Of training or of preprocessing.
+        use: What it is for.
+    """
+    add = parser.add_argument_group("tokenizer").add_argument
+    add("--tokenizer-type", type=one_of(*TOKENIZER_TYPES), help=f"{use}: {' or '.join(TOKENIZER_TYPES)}")
+    add("--tokenizer-model", help="folder of a Hugging Face tokenizer, or its name on the Hub")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -235,12 +200,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--recompute-granularity",
-        type=_one_of("full", "selective"),
+        type=one_of("full", "selective"),
         help="recompute whole layers, or the attention core, in backward",
     )
     add(
         "--recompute-method",
-        type=_one_of("uniform", "block"),
+        type=one_of("uniform", "block"),
         help="with full: chunks of layers, or the first layers",
     )
     add(
@@ -254,12 +219,12 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("optimizer and schedules").add_argument
     add(
         "--optimizer",
-        type=_one_of("adam", "sgd"),
+        type=one_of("adam", "sgd"),
         default="adam",
         help="adam (decoupled weight decay) or sgd",
     )
-    add("--adam-beta1", type=_decay, default=0.9, help="decay of the first moment")
-    add("--adam-beta2", type=_decay, default=0.999, help="decay of the second moment")
+    add("--adam-beta1", type=decay, default=0.9, help="decay of the first moment")
+    add("--adam-beta2", type=decay, default=0.999, help="decay of the second moment")
     add("--adam-eps", type=_positive, default=1e-08, help="added to the root of the second moment")
     add("--sgd-momentum", type=_probability, default=0.9, help="momentum of sgd")
     add(
@@ -272,7 +237,7 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     add("--min-lr", type=_positive, default=0.0, help="lowest learning rate")
     add(
         "--lr-decay-style",
-        type=_one_of("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        type=one_of("constant", "linear", "cosine", "inverse-square-root", "WSD"),
         default="linear",
         help="shape of the decay",
     )
@@ -287,7 +252,7 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--lr-wsd-decay-style",
-        type=_one_of("exponential", "linear", "cosine", "minus_sqrt"),
+        type=one_of("exponential", "linear", "cosine", "minus_sqrt"),
         default="exponential",
         help="shape of the last phase of WSD",
     )
@@ -301,7 +266,7 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     add("--end-weight-decay", type=_positive, help="weight decay at the end, likewise")
     add(
         "--weight-decay-incr-style",
-        type=_one_of("constant", "linear", "cosine"),
+        type=one_of("constant", "linear", "cosine"),
         default="constant",
         help="how the weight decay grows",
     )
@@ -330,25 +295,25 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--data-parallel-sharding-strategy",
-        type=_one_of(*SHARDING_STRATEGIES),
+        type=one_of(*SHARDING_STRATEGIES),
         default="optim_grads_params",
         help="what Megatron-FSDP v2 shards; only optim_grads_params for now",
     )
     add(
         "--megatron-fsdp-main-params-dtype",
-        type=_one_of(*DTYPE_NAMES),
+        type=one_of(*DTYPE_NAMES),
         default="fp32",
         help="master weights; auto keeps the model's",
     )
     add(
         "--megatron-fsdp-main-grads-dtype",
-        type=_one_of(*DTYPE_NAMES),
+        type=one_of(*DTYPE_NAMES),
         default="auto",
         help="accumulated gradients; auto keeps the model's",
     )
     add(
         "--megatron-fsdp-grad-comm-dtype",
-        type=_one_of(*DTYPE_NAMES),
+        type=one_of(*DTYPE_NAMES),
         default="auto",
         help="gradients on the wire; auto keeps the accumulated ones'",
     )
@@ -369,7 +334,7 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}-parallel-size", type=_count, default=1, help="only 1 for now")
     add(
         "--distributed-backend",
-        type=_one_of("nccl", "gloo"),
+        type=one_of("nccl", "gloo"),
         help="default: nccl with CUDA, else gloo",
     )
     add(

@@ -30,7 +30,7 @@ def check_outputs(args: argparse.Namespace) -> None:
             _check_file(flag, Path(path))
     if args.tensorboard_dir:
         _check_library("--tensorboard-dir")
-        _check_folder("--tensorboard-dir", Path(args.tensorboard_dir))
+        check_folder("--tensorboard-dir", Path(args.tensorboard_dir))
 
 
 def _fail(what: str, expected: str, found: str, flag: str, cure: str) -> None:
@@ -43,7 +43,12 @@ def _check_library(flag: str) -> None:
         _fail("Output", f"an installed {name}", "none", flag, f"Install {name} or drop the flag")
 
 
-def _check_folder(flag: str, folder: Path) -> None:
+def check_folder(flag: str, folder: Path) -> None:
+    """Check that a folder can be made and written.
+
+    Raises:
+        ValueError: It cannot; the message names ``flag``.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -56,6 +61,6 @@ def _check_file(flag: str, path: Path) -> None:
     if path.is_dir():
         _fail("Output", "a path of a file", f"the folder {path}", flag, "Add a file name")
     if not path.exists():
-        _check_folder(flag, path.parent)
+        check_folder(flag, path.parent)
     elif not os.access(path, os.W_OK):
         _fail("Output", "a file that can be written", f"the read-only {path}", flag, "Name another")

@@ -8,7 +8,7 @@ parser get the nearest known name.
 
 _CHECKPOINT = "This loop neither saves nor loads checkpoints yet: drop the flag and train from the start."
 _KERNELS = "Kernels and fusions follow from the host and --transformer-impl: drop the flag."
-_TOKENS = "The data holds token ids already: drop the flag and give their number with --vocab-size."
+_TOKENS = "The data holds token ids already: give --vocab-size, or the --tokenizer-type that made them."
 _FP16 = "Half precision with loss scaling is not offered: use --bf16, or neither for fp32."
 _FSDP_V1 = "This script trains with --use-megatron-fsdp-v2, or without it with megatron-core's DDP."
 _SAMPLES = "Training is counted in iterations: give --train-iters and --lr-decay-iters."
@@ -59,8 +59,6 @@ REFUSED_FLAGS: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "--tokenizer-type",
-            "--tokenizer-model",
             "--vocab-file",
             "--merge-file",
             "--padded-vocab-size",

@@ -6,7 +6,7 @@ Whether a value is a sensible one is not decided here.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 FSDP_V2_FLAGS = (
@@ -52,7 +52,13 @@ def _has_sharded_overlap(args: argparse.Namespace) -> bool:
 
 
 _R = Requirement
+TOKENIZER_REQUIREMENT = _R(
+    ("--tokenizer-model",),
+    "--tokenizer-type HuggingFaceTokenizer",
+    lambda a: a.tokenizer_type == "HuggingFaceTokenizer",
+)
 REQUIREMENTS = (
+    TOKENIZER_REQUIREMENT,
     _R(("--num-query-groups",), "--group-query-attention", lambda a: a.group_query_attention),
     _R(
         ("--rotary-base", "--rotary-percent"),
@@ -72,7 +78,7 @@ REQUIREMENTS = (
         lambda a: not a.mock_data,
     ),
     _R(
-        ("--vocab-size",),
+        ("--vocab-size", "--tokenizer-type"),
         "--data-path or --mock-data (the byte corpus has 256 ids)",
         lambda a: has_files(a) or a.mock_data,
     ),
@@ -112,13 +118,13 @@ REQUIREMENTS = (
 )
 
 
-def check_requirements(args: argparse.Namespace) -> None:
-    """Check the flags written on the command line against the table.
+def check_requirements(args: argparse.Namespace, requirements: Sequence[Requirement] = REQUIREMENTS) -> None:
+    """Check the flags written on the command line against a table, by default that of training.
 
     Raises:
         ValueError: A flag would do nothing.
     """
-    for requirement in REQUIREMENTS:
+    for requirement in requirements:
         for flag in requirement.flags:
             if flag in args.given and not requirement.is_met(args):
                 raise ValueError(

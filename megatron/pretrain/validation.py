@@ -2,15 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides whether the values of the flags fit together, and fills in those that follow from others.
 
-It looks at nothing but the arguments and the number of ranks, so that every rank comes to the same
-answer before the first collective. Files are checked by ``data.py``.
+It looks at nothing but the arguments, the tokenizer that they name and the number of ranks, so that every rank comes
+to the same answer before the first collective. Files are checked by ``data.py``.
 """
 
 import argparse
 
 from megatron.pretrain.requirements import check_requirements, has_files
-
-BYTE_VOCAB_SIZE = 256
+from megatron.pretrain.tokenizer import ByteLevelTokenizer, Vocabulary, load_tokenizer, vocabulary_without_tokenizer
 
 
 def validate(args: argparse.Namespace, world_size: int) -> None:
@@ -21,7 +20,7 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
         world_size: Number of ranks; all of them are data-parallel.
 
     Raises:
-        ValueError: Two values do not fit together, or a flag would do nothing.
+        ValueError: Two values do not fit together, a flag would do nothing, or a tokenizer cannot be loaded.
         NotImplementedError: A parallelism other than data parallelism, or a sharding other than ZeRO-3.
     """
     check_requirements(args)
@@ -132,19 +131,28 @@ def _complete_data(args: argparse.Namespace) -> None:
     if any(per_split) and not args.train_data_path:
         _fail("Data", "a training set", "none", "--train-data-path", "Add it")
     args.is_byte_corpus = not (args.mock_data or has_files(args))
+    _check_split(args)
+    args.vocabulary = _find_vocabulary(args)
+    multiple = args.make_vocab_size_divisible_by
+    args.padded_vocab_size = -(-args.vocabulary.num_ids // multiple) * multiple
+
+
+def _find_vocabulary(args: argparse.Namespace) -> Vocabulary:
     if args.is_byte_corpus:
-        args.vocab_size = BYTE_VOCAB_SIZE
+        return ByteLevelTokenizer.vocabulary
+    if args.vocab_size is not None and args.tokenizer_type:
+        _fail("Vocabulary", "--vocab-size or --tokenizer-type", "both", "--vocab-size", "Drop one of them")
+    if args.tokenizer_type:
+        return load_tokenizer(args.tokenizer_type, args.tokenizer_model).vocabulary
     if args.vocab_size is None:
         _fail(
             "Vocabulary",
             "the number of token ids in the data",
             "none",
             "--vocab-size",
-            "Add it: data in files and mock data do not say it",
+            "Add it, or the --tokenizer-type that made the data: files and mock data do not say it",
         )
-    _check_split(args)
-    multiple = args.make_vocab_size_divisible_by
-    args.padded_vocab_size = -(-(args.vocab_size + 1) // multiple) * multiple
+    return vocabulary_without_tokenizer(args.vocab_size)
 
 
 def _check_split(args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.data import check_data, check_token_ids, microbatch_indices
 from megatron.pretrain.indexed_files import check_indexed_files
+from megatron.pretrain.tokenizer import vocabulary_without_tokenizer
 from megatron.pretrain.validation import validate
 
 NUM_SEQUENCES = 20
@@ -117,15 +118,16 @@ def test_the_documented_example_of_an_index(tmp_path: Path) -> None:
     ("token", "message"),
     [
         (-1, r"expected token ids >= 0, got -1 for --vocab-size\. The data"),
-        (6, r"expected token ids up to 5 \(the end of a document\), got 6 for --vocab-size\. Give"),
+        (6, r"expected token ids up to 5 \(the last one\), got 6 for --vocab-size\. Give"),
     ],
 )
 def test_a_token_outside_the_vocabulary_is_refused(name: str, token: int, message: str) -> None:
     batch = {"tokens": torch.tensor([[0, 3]]), "labels": torch.tensor([[3, 5]])}
-    check_token_ids(batch, 5)
+    vocabulary = vocabulary_without_tokenizer(5)
+    check_token_ids(batch, vocabulary)
     batch[name][0, 1] = token
     with pytest.raises(ValueError, match=f"Data: {message}"):
-        check_token_ids(batch, 5)
+        check_token_ids(batch, vocabulary)
 
 
 @pytest.mark.parametrize(("size", "found"), [(0, "b''"), (20, "20 bytes"), (441, "441 bytes")])

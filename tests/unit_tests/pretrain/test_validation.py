@@ -7,6 +7,7 @@ import pytest
 
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.requirements import REQUIREMENTS
+from megatron.pretrain.tokenizer import ByteLevelTokenizer
 from megatron.pretrain.validation import validate
 
 
@@ -20,7 +21,7 @@ def test_values_that_follow_from_others_are_filled_in() -> None:
     args = checked("--hidden-size 96 --num-attention-heads 6 --micro-batch-size 3", world_size=2)
     assert (args.kv_channels, args.num_query_groups, args.ffn_hidden_size) == (16, 6, 384)
     assert (args.global_batch_size, args.lr_decay_iters) == (6, 100)
-    assert (args.vocab_size, args.padded_vocab_size) == (256, 384)
+    assert (args.vocabulary.num_ids, args.vocabulary.eod, args.padded_vocab_size) == (257, 256, 384)
     assert args.start_weight_decay == args.end_weight_decay == args.weight_decay == 0.01
     assert args.is_byte_corpus
 
@@ -33,6 +34,8 @@ def test_the_gated_mlp_is_two_thirds_as_wide() -> None:
 def test_the_vocabulary_holds_the_end_of_document_and_is_padded() -> None:
     args = checked("--mock-data --vocab-size 255 --make-vocab-size-divisible-by 128")
     assert args.padded_vocab_size == 256
+    assert (args.vocabulary.num_ids, args.vocabulary.eod, args.vocabulary.flag) == (256, 255, "--vocab-size")
+    assert checked("--data-path a --tokenizer-type ByteLevelTokenizer").vocabulary == ByteLevelTokenizer.vocabulary
     assert checked("--make-vocab-size-divisible-by 1").padded_vocab_size == 257
 
 
@@ -48,6 +51,8 @@ def test_the_vocabulary_holds_the_end_of_document_and_is_padded() -> None:
         ("--valid-data-path b --vocab-size 9", "a training set, got none for --train-data-path"),
         ("--mock-data", "the number of token ids in the data, got none for --vocab-size"),
         ("--data-path a", "the number of token ids in the data, got none for --vocab-size"),
+        ("--data-path a --vocab-size 9 --tokenizer-type ByteLevelTokenizer", "--vocab-size or --tokenizer-type, got"),
+        ("--mock-data --tokenizer-type HuggingFaceTokenizer", "a folder or a name on the Hub, got none for --tokeni"),
         ("--split 1,2,3,4", "up to three weights .* got '1,2,3,4' for --split"),
         ("--split 90,x", "up to three weights .* got '90,x' for --split"),
         ("--split=0,1", "up to three weights .* got '0,1' for --split"),
@@ -114,6 +119,8 @@ IDLE = [
     "--data-cache-path a --mock-data --vocab-size 9",
     "--no-mmap-bin-files --mock-data --vocab-size 9",
     "--vocab-size 9",
+    "--tokenizer-type ByteLevelTokenizer",
+    "--tokenizer-model a --data-path a --tokenizer-type ByteLevelTokenizer",
     "--eval-interval 9 --eval-iters 0",
     "--recompute-method uniform",
     "--recompute-num-layers 1 --recompute-granularity selective",
