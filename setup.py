@@ -8,6 +8,7 @@ setup(
     packages=["megatron.core.distributed.fsdp.experimental", "megatron.pretrain"],
     py_modules=[
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_adapter",
+        "megatron.core.distributed.fsdp.mcore_fsdp_v2_config",
         "megatron.core.optimizer.fully_sharded_optimizer",
     ],
     package_data={"megatron.core.distributed.fsdp.experimental": ["py.typed"]},

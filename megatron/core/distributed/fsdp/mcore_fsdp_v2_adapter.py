@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wraps a Megatron-Core model chunk with Megatron-FSDP v2, from a data-parallel config.
 
-It translates: every field of the config either becomes a choice of the runtime or is refused. Sharding, schedule and
-numbers are the runtime's (`megatron.core.distributed.fsdp.experimental`).
+It gives the chunk the methods of megatron-core's wrappers. What the config means is mcore_fsdp_v2_config.py's;
+sharding, schedule and numbers are the runtime's (`megatron.core.distributed.fsdp.experimental`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import importlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
-from functools import reduce
 from typing import Any
 
 import torch
@@ -34,63 +32,22 @@ from megatron.core import parallel_state
 from megatron.core.distributed.fsdp.experimental import (
     FsdpContext,
     FsdpModule,
-    MixedPrecisionPolicy,
-    SchedulePolicy,
     fully_shard,
     fully_shard_context,
     grad_norm,
     microbatch,
 )
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
+    DistributedDataParallelConfig,
+    check_ddp_config,
+    check_model_config,
+    mixed_precision_policy,
+    schedule_policy,
+)
+
+__all__ = ["DistributedDataParallelConfig", "FullyShardedDataParallel", "is_fully_sharded"]
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass
-class DistributedDataParallelConfig(_StockConfig):
-    """megatron-core's config plus the choices of FSDP v2; fields that a release lacks are added.
-
-    Attributes:
-        use_megatron_fsdp_v2: wrap model chunks with this module's `FullyShardedDataParallel`.
-        megatron_fsdp_main_params_dtype: dtype of the main weights.
-        megatron_fsdp_main_grads_dtype: dtype in which gradients accumulate; None means float32 with
-            `grad_reduce_in_fp32`, else the compute dtype, the widest one where parameters differ.
-        megatron_fsdp_grad_comm_dtype: dtype in which gradients are sent; None means the main-gradient dtype.
-        megatron_fsdp_forward_prefetch_units: units whose weights are gathered ahead in forward (with
-            `overlap_param_gather`).
-        megatron_fsdp_backward_prefetch_units: the same in backward.
-        megatron_fsdp_reshard_after_forward: see `SchedulePolicy.reshard_after_forward`.
-        megatron_fsdp_unify_communication_stream: see `FsdpContext`.
-    """
-
-    use_megatron_fsdp_v2: bool = False
-    megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
-    megatron_fsdp_main_grads_dtype: torch.dtype | None = None
-    megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
-    megatron_fsdp_forward_prefetch_units: int = 1
-    megatron_fsdp_backward_prefetch_units: int = 1
-    megatron_fsdp_reshard_after_forward: bool | None = None
-    megatron_fsdp_unify_communication_stream: bool = False
-
-
-_HONOURED = frozenset(
-    {
-        "average_in_collective",  # the mean is taken in the collective or before it: the same number
-        "check_for_nan_in_grad",
-        "data_parallel_sharding_strategy",
-        "grad_reduce_in_fp32",
-        "megatron_fsdp_backward_prefetch_units",
-        "megatron_fsdp_forward_prefetch_units",
-        "megatron_fsdp_grad_comm_dtype",
-        "megatron_fsdp_main_grads_dtype",
-        "megatron_fsdp_main_params_dtype",
-        "megatron_fsdp_reshard_after_forward",
-        "megatron_fsdp_unify_communication_stream",
-        "overlap_grad_reduce",  # reductions overlap in any case; loops read it to bracket microbatches with no_sync
-        "overlap_param_gather",
-        "use_distributed_optimizer",  # optimizer state is sharded in any case; loops read it
-        "use_megatron_fsdp_v2",
-    }
-)
 
 
 class FullyShardedDataParallel(_StockFullyShardedDataParallel):
@@ -124,8 +81,8 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         device: torch.device | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        _check_model_config(config)
-        _check_ddp_config(ddp_config)
+        check_model_config(config)
+        check_ddp_config(ddp_config)
         if disable_bucketing and fsdp_unit_modules:
             raise ValueError(
                 "FullyShardedDataParallel disable_bucketing: expected False with fsdp_unit_modules, got True. "
@@ -134,8 +91,8 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         unit_classes = () if disable_bucketing else _resolve_classes(fsdp_unit_modules)
         units = _find_units(module, unit_classes, is_default=fsdp_unit_modules is None)
         options: dict[str, Any] = {
-            "mixed_precision_policy": _mixed_precision_policy(ddp_config, module),
-            "schedule_policy": _schedule_policy(ddp_config),
+            "mixed_precision_policy": mixed_precision_policy(ddp_config, module),
+            "schedule_policy": schedule_policy(ddp_config),
             "gradient_reduction": "sum" if config.calculate_per_token_loss else "average",
         }
         _BaseDataParallel.__init__(self, config=config, module=module)
@@ -246,9 +203,35 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
             "holds another shard. Initialise all data-parallel ranks with one seed (no --data-parallel-random-init)."
         )
 
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
+        """Refuse: gradients are shards, and stay on the device.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise _no_offload("offload_grad_buffers")
+
+    def restore_grad_buffers(self, synchronize: bool = True) -> None:
+        """Refuse, as `offload_grad_buffers`.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise _no_offload("restore_grad_buffers")
+
+    def sync_rng_states_across_tp_group(self) -> None:
+        """Do nothing: tensor parallelism, whose ranks would have to agree, is refused."""
+
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Load sharded values in place; the next forward uses them."""
         self.module.load_state_dict(state_dict, strict=strict)
+
+
+def _no_offload(method: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{method}: expected gradients to stay on the device, got a call to move them; not supported yet. Free them "
+        "with zero_grad_buffer() between steps."
+    )
 
 
 def is_fully_sharded(model_chunk: nn.Module) -> bool:
@@ -307,92 +290,3 @@ def _find_units(module: nn.Module, classes: tuple[type[nn.Module], ...], *, is_d
             type(module).__name__,
         )
     return units
-
-
-_PARALLEL_SIZES = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-}
-_UNSUPPORTED_MODEL_FLAGS = {
-    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
-    "fp8": "no --fp8-format",
-    "fp4": "no --fp4-format",
-    "enable_cuda_graph": "no --enable-cuda-graph",
-    "external_cuda_graph": "no --external-cuda-graph",
-    "cuda_graph_impl": "--cuda-graph-impl none",
-    "delay_wgrad_compute": "no --delay-wgrad-compute",
-    "overlap_moe_expert_parallel_comm": "no --overlap-moe-expert-parallel-comm",
-    "init_model_with_meta_device": "no --init-model-with-meta-device",
-}
-
-
-def _check_model_config(config: TransformerConfig) -> None:
-    for name, supported in _PARALLEL_SIZES.items():
-        size = getattr(config, name, None)
-        if size not in (None, supported):
-            raise NotImplementedError(
-                f"Megatron-FSDP v2 {name}: expected {supported}, got {size}; it does not compose with this parallelism "
-                f"yet. Set --{name.replace('_', '-')} {supported}."
-            )
-    for name, cure in _UNSUPPORTED_MODEL_FLAGS.items():
-        value = getattr(config, name, None)
-        if value and value != "none":
-            raise NotImplementedError(
-                f"Megatron-FSDP v2 {name}: expected it off, got {value!r}; not supported yet. Use {cure}."
-            )
-
-
-def _check_ddp_config(ddp_config: _StockConfig) -> None:
-    if not isinstance(ddp_config, _StockConfig):
-        raise TypeError(
-            "FullyShardedDataParallel ddp_config: expected DistributedDataParallelConfig, got "
-            f"{type(ddp_config).__name__}. Use the one of this module, or megatron-core's."
-        )
-    strategy = ddp_config.data_parallel_sharding_strategy
-    if strategy != "optim_grads_params":
-        raise NotImplementedError(
-            f"data_parallel_sharding_strategy: expected 'optim_grads_params' (ZeRO-3), got {strategy!r}; other "
-            "strategies are not supported yet. Set --data-parallel-sharding-strategy optim_grads_params."
-        )
-    for field in fields(ddp_config):
-        if field.name in _HONOURED:
-            continue
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        value = getattr(ddp_config, field.name)
-        if value != default:
-            raise NotImplementedError(
-                f"ddp_config.{field.name}: expected {default!r}, got {value!r}; it would have no effect with "
-                "Megatron-FSDP v2. Leave it at its default."
-            )
-
-
-def _mixed_precision_policy(ddp_config: _StockConfig, module: nn.Module) -> MixedPrecisionPolicy:
-    main_grads = getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None)
-    if ddp_config.grad_reduce_in_fp32:
-        if main_grads not in (None, torch.float32):
-            raise ValueError(
-                f"megatron_fsdp_main_grads_dtype: expected torch.float32 or None with grad_reduce_in_fp32, got "
-                f"{main_grads}. Drop one of the two."
-            )
-        main_grads = torch.float32
-    if main_grads is None:
-        # Units share one policy, so that parameters kept in float32 among narrower ones lose nothing.
-        dtypes = [parameter.dtype for parameter in module.parameters() if parameter.requires_grad]
-        main_grads = reduce(torch.promote_types, dtypes) if dtypes else None
-    return MixedPrecisionPolicy(
-        main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", torch.float32),
-        main_grads_dtype=main_grads,
-        grad_comm_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None),
-    )
-
-
-def _schedule_policy(ddp_config: _StockConfig) -> SchedulePolicy:
-    overlaps = ddp_config.overlap_param_gather
-    return SchedulePolicy(
-        forward_prefetch_units=getattr(ddp_config, "megatron_fsdp_forward_prefetch_units", 1) if overlaps else 0,
-        backward_prefetch_units=getattr(ddp_config, "megatron_fsdp_backward_prefetch_units", 1) if overlaps else 0,
-        reshard_after_forward=getattr(ddp_config, "megatron_fsdp_reshard_after_forward", None),
-    )

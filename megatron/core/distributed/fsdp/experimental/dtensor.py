@@ -239,10 +239,10 @@ def _freeze(tensor: Any, requires_grad: Any) -> None:
 
 def _check_operation(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse, on every rank alike, an operation that looks beyond the local part or mixes different cuts."""
+    lists = [arg for arg in args if isinstance(arg, (tuple, list)) and arg]
+    for values in lists:
+        _check_mixture(operation, values)
     if operation in ELEMENTWISE:
-        lists = [arg for arg in args if isinstance(arg, (tuple, list))]
-        for values in lists:
-            _check_mixture(operation, values)
         for operands in zip(*lists, strict=False) if lists else [(*args, *kwargs.values())]:
             _check_cuts(operation, operands)
     elif is_reduction(operation, args, kwargs):
@@ -263,6 +263,11 @@ def _no_gradient(operation: str, source: FsdpDTensor) -> RuntimeError:
 
 
 def _refusal(operation: str, source: FsdpDTensor) -> RuntimeError:
+    if operation.startswith("fused_"):
+        return RuntimeError(
+            f"{operation} of the sharded parameter {source._geometry.fqn}: expected an operation that torch knows for "
+            "DTensors, got a fused optimizer step. Adapt the optimizer with fully_shard_optimizer."
+        )
     return RuntimeError(
         f"{operation} of the sharded parameter {source._geometry.fqn}: expected an element-wise operation or a "
         "reduction to a scalar, since this rank holds a run of elements that torch cannot describe. Call full_tensor() "
@@ -277,8 +282,8 @@ def _check_mixture(operation: str, values: Sequence[Any]) -> None:
     if sharded is not None and others:
         raise RuntimeError(
             f"{operation} of the sharded parameter {sharded._geometry.fqn}: expected a list of sharded parameters, got "
-            f"one with a plain tensor of shape {tuple(others[0].shape)}, too. Give plain parameters an optimizer of "
-            "their own, or pass foreach=False."
+            f"one with a plain tensor of shape {tuple(others[0].shape)}, too. Give the plain one an optimizer of its "
+            "own, or pass foreach=False."
         )
 
 

@@ -88,6 +88,8 @@ def _as_forward(method: Any, name: str) -> Any:
     return run
 
 
+# torch.compile breaks its graph at a unit's border in any case, and would trace every line of these again and again.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _pre_forward(unit: Any, args: Any, kwargs: Any) -> Any:
     if unit._fsdp_is_in_method:
         return None
@@ -99,6 +101,7 @@ def _pre_forward(unit: Any, args: Any, kwargs: Any) -> Any:
     return call.watch_inputs(args), call.watch_inputs(kwargs)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _post_forward(unit: Any, args: Any, output: Any) -> None:
     if unit._fsdp_is_in_method:
         return

@@ -190,7 +190,6 @@ class FsdpModule(UnitControls):
                 self._fsdp_enter(UnitPhase.FORWARD)
             self.unshard()
         else:
-            context.recover()
             if self.is_root() and self._fsdp_phase is UnitPhase.FORWARD:
                 context.abandon_forward(self)
             for group in self._fsdp_groups:

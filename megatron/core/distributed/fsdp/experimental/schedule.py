@@ -70,7 +70,7 @@ class FsdpContext:
         self.is_implicit = False
         self._is_finalized = False
         self.is_initializing = False
-        self._backward_tasks: dict[int, weakref.ref[_PostBackward]] = {}
+        self._backward_tasks: set[int] = set()
         self.reductions = ReductionQueue()
 
     # --- construction ---------------------------------------------------------------------------------------------
@@ -165,17 +165,16 @@ class FsdpContext:
         """Return the stream that the caller computes on."""
         return current_stream(self.device)
 
-    def recover(self) -> None:
-        """Bring units to rest whose backward an exception has cut short; called before a forward or a backward.
-
-        The engine drops the callback of a backward that failed, so that a task whose callback is gone is dead.
-        """
-        if all(callback() is not None for callback in self._backward_tasks.values()):
+    def abandon_backward(self, task: int) -> None:
+        """Bring units to rest whose backward an exception has cut short."""
+        if task not in self._backward_tasks:
             return
-        self._backward_tasks = {task: ref for task, ref in self._backward_tasks.items() if ref() is not None}
+        self._backward_tasks.discard(task)
         for unit in self.backward_order:
             if unit.is_in_backward() and unit.backward_task not in self._backward_tasks:
                 unit._fsdp_abandon_backward()
+        if not self._backward_tasks:
+            self.reshard_idle_units()
         self.reductions.finish(self.current_stream(), self.reduce_scatter_stream)
 
     def abandon_forward(self, root: Unit) -> None:
@@ -291,10 +290,8 @@ class FsdpContext:
         """
         task = current_backward()
         if task not in self._backward_tasks:
-            self.recover()
-            callback = _PostBackward(weakref.ref(self), task)
-            self._backward_tasks[task] = weakref.ref(callback)
-            _engine.queue_callback(callback)
+            self._backward_tasks.add(task)
+            _engine.queue_callback(_PostBackward(weakref.ref(self), task))
 
     def post_backward(self, task: int | None = None) -> None:
         """Close what a backward left open; at the end of the outermost one let compute see the reduced gradients.
@@ -308,7 +305,7 @@ class FsdpContext:
         if task is None:
             self._backward_tasks.clear()
         else:
-            self._backward_tasks.pop(task, None)
+            self._backward_tasks.discard(task)
         for unit in self.backward_order:
             if unit.is_in_backward() and (task is None or unit.backward_task == task):
                 unit._fsdp_close_backward()
@@ -382,4 +379,4 @@ class _PostBackward:
     def __del__(self) -> None:
         context = self._context()
         if context is not None:
-            context.recover()
+            context.abandon_backward(self._task)
