@@ -16,10 +16,10 @@ another whatever their streams, so that a gather behind a late reduction is late
     wait_for_unshard     gathers sleep: compute would read memory that is not filled
     reshard              compute sleeps before a second microbatch, whose gathers wait for no step: they would overwrite
                          what it is about to read
-    reduce               compute sleeps before backward: reductions would send what is not packed
+    start                compute sleeps before backward: reductions would send what is not packed
     release              reductions sleep while weights stay gathered, so that no gather of backward is held up: packing
                          would overwrite what they have not sent
-    _finish_reductions   reductions sleep: the optimizer would read gradients that have not arrived
+    finish               reductions sleep: the optimizer would read gradients that have not arrived
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def _run_steps(model: Any, program: Program) -> int:
 
 
 def _num_packed(model: Any) -> int:
-    groups = [[group.full_grad for group in layer.parameter_groups] for layer in model.layers]
-    return sum(any(grad is not None and grad.is_allocated for grad in unit) for unit in groups)
+    units = [[group.gradients for group in layer.parameter_groups] for layer in model.layers]
+    return sum(any(gradients is not None and gradients.full.is_allocated for gradients in unit) for unit in units)
 
 
 def _poison_free_memory(model: Any) -> None:
@@ -247,11 +247,15 @@ WAITS = {
     "unshard": Program(compute_sleeps_before=("step",)),
     "wait_for_unshard": Program(slow=("all_gather",)),
     "reshard": Program(compute_sleeps_before=("forward",)),
-    "reduce": Program(compute_sleeps_before=("backward",)),
+    "start": Program(compute_sleeps_before=("backward",)),
     "release": Program(slow=("reduce_scatter",), policy=KEEP),
-    "_finish_reductions": Program(slow=("reduce_scatter",)),
+    "finish": Program(slow=("reduce_scatter",)),
 }
 """For each function that waits, a program that goes wrong without: [Note: a delay for every wait]."""
+
+
+INVISIBLE = {"await_gathers"}
+"""Waits without which no bit differs: that one is for gathers that nobody reads (test_schedule.py shows its race)."""
 
 
 def pb068_memory_reused_before_a_reduction_has_read_it() -> str:
@@ -293,7 +297,7 @@ def one_stream_or_several() -> str:
 def waits_are_known() -> str:
     """What follows leaves out every wait that there is."""
     sites = train(Program()).sites
-    assert sites == set(WAITS), f"waits of {sorted(sites)}, programs for {sorted(WAITS)}"
+    assert sites == {*WAITS, *INVISIBLE}, f"waits of {sorted(sites)}, programs for {sorted(WAITS)}"
     return ", ".join(sorted(sites))
 
 

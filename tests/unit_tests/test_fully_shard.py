@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     "twice": (RuntimeError, _shard_twice, "expected a module that is not sharded yet, got FsdpLinear"),
     "tied_across_units": (ValueError, _tied_across_units, "got weight, which unit Embedding#0 has sharded already"),
     "tied_across_unit_and_root": (ValueError, _tied_across_unit_and_root, "got head.weight, which unit Embedding#0"),
-    "meta": (ValueError, _meta, r"got \['scale', 'table'\] without reset_parameters or _reset_parameters"),
+    "meta": (ValueError, _meta, "got ['scale', 'table'] without reset_parameters or _reset_parameters"),
     "scalar": (ValueError, _scalar, "got the scalar temperature"),
     "distributed_already": (ValueError, _distributed_already, "got the DTensor weight"),
     "narrow_main_weights": (ValueError, _narrow_main_weights, "at least as wide as torch.float32 of weight"),

@@ -71,7 +71,7 @@ def _partly_frozen(how: str, optimizer: str) -> None:
     model = compare_training(_FineTuned(how), shard_layers, _mean_square, optimizer=optimizer)
     for unit in _units(model):
         for group in unit.parameter_groups:
-            assert (group.main_grad is not None) == (group.full_grad is not None) == group.requires_grad
+            assert (group.gradients is not None) == group.requires_grad
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, name
 

@@ -62,6 +62,7 @@ def _dtypes_of_a_step(compute: torch.dtype) -> None:
         grads = policy.main_grads_dtype or main
         comm = policy.grad_comm_dtype or grads
         optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+        model.context.finalize()
         with CollectiveLog() as log:
             for index in range(2):
                 inputs, targets = make_batch(model, 4, seed=10 * index + dist.get_rank())
@@ -108,7 +109,7 @@ def _dtypes_per_unit() -> None:
     model = _Mixed()
     fully_shard(model.layers[0], mixed_precision_policy=MixedPrecisionPolicy(FP32, BF16, FP32))
     fully_shard(model.layers[1], mixed_precision_policy=MixedPrecisionPolicy(FP64, None, BF16))
-    fully_shard(model, mixed_precision_policy=MixedPrecisionPolicy(None, None, FP64))
+    fully_shard(model, mixed_precision_policy=MixedPrecisionPolicy(None, None, FP64)).context.finalize()
     with CollectiveLog() as log:
         model(torch.randn(2, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
     sent = [(operation, dtype) for operation, dtype, _, _ in log.entries]
@@ -119,7 +120,7 @@ def _dtypes_per_unit() -> None:
     assert [parameter.grad.dtype for parameter in gradients] == [FP32, BF16, FP64]
     both = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16())
     both[1].register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
-    fully_shard(both, mixed_precision_policy=MixedPrecisionPolicy(None))
+    fully_shard(both, mixed_precision_policy=MixedPrecisionPolicy(None)).context.finalize()
     with CollectiveLog() as log:
         both(torch.ones(1, 3)).sum().backward()
     sent = [(operation, dtype) for operation, dtype, _, _ in log.entries]

@@ -90,6 +90,7 @@ def _count(backwards: int = 1, **options: Any) -> Counter[tuple[str, str]]:
     """Return how many collectives of each dtype `backwards` microbatches of four units take."""
     model = shard_layers(build("mlp").bfloat16(), **options)
     inputs, targets = make_batch(model, 4, seed=my_rank())
+    model.context.finalize()
     with CollectiveLog() as log:
         for index in range(backwards):
             with microbatch(model.context, is_last=index == backwards - 1):

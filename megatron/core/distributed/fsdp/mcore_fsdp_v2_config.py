@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""The data-parallel config of a Megatron-Core chunk: FSDP v2's own fields, what each field means, and what is refused."""
+"""The data-parallel config of a Megatron-Core chunk: FSDP v2's own fields, what each one means, which are refused."""
 
 from __future__ import annotations
 
