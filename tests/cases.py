@@ -34,6 +34,7 @@ _OTHER_OPERATIONS = "or use the parameter inside its unit's forward"
 _NO_HYBRID = "hybrid sharding is not supported yet"
 _NO_CHECKPOINT = "expected a full tensor; sharded checkpoints"
 _NO_LAYOUT = "it does not compose with this parallelism"
+_DIAGNOSED = "a call that others do not make is diagnosed by MEGATRON_FSDP_CHECK_RANKS"
 _NO_STRATEGY = "other strategies are not supported yet"
 
 
@@ -147,14 +148,14 @@ CASES = (
     Case(71, "silent", "expert gradients are wrong now and then", LAYOUTS, refused=_NO_LAYOUT),
     # Hangs
     Case(72, "hang", "the order of collectives follows hashes"),
-    Case(73, "hang", "a unit runs on some ranks only", note="diagnosed by MEGATRON_FSDP_CHECK_RANKS"),
+    Case(73, "hang", "a unit runs on some ranks only", note=_DIAGNOSED),
     Case(
         74,
         "hang",
         "an expert without tokens",
-        note="no rows are fine; no call is diagnosed by MEGATRON_FSDP_CHECK_RANKS",
+        note="no rows are fine; " + _DIAGNOSED,
     ),
-    Case(75, "hang", "ranks call units in different orders", note="diagnosed by MEGATRON_FSDP_CHECK_RANKS"),
+    Case(75, "hang", "ranks call units in different orders", note=_DIAGNOSED),
     Case(78, "hang", "ranks without shards save other state", CHECKPOINTS, refused=_NO_CHECKPOINT),
     Case(80, "hang", "ranks without elements leave early"),
     Case(82, "hang", "one rank alone inspects the model"),
