@@ -242,9 +242,13 @@ class FsdpContext:
         if max_units == 0:
             return
         num_units = numel = 0
+        # Roots are evaluated in any order, and no backward would free what was gathered for one that does not follow.
+        is_evaluation = not torch.is_grad_enabled() and not is_in_backward()
         for successor in order.successors(unit):
             if not successor.parameter_groups:
                 continue
+            if is_evaluation and successor._fsdp_root() is not unit._fsdp_root():
+                return
             num_units += 1
             numel += successor.num_parameter_elements
             if num_units > max_units or (max_numel is not None and numel > max_numel):
