@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hooks": {"boundary", "module", "phase"},
     "registration": {"dtensor", "module"},
     "ownership": {"group_options", "module"},
-    "checks": {"group_options", "initial_values", "module", "policy"},
+    "checks": {"group_options", "initial_values", "module", "ownership", "policy"},
     "fully_shard": {
         "agreement",
         "allocator",

@@ -32,6 +32,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed.fsdp.experimental import (
     FsdpContext,
     FsdpModule,
+    check_shardable,
     fully_shard,
     fully_shard_context,
     grad_norm,
@@ -102,11 +103,12 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         self.data_parallel_group = _data_parallel_group(pg_collection)
         mesh = DeviceMesh.from_group(self.data_parallel_group, self.device.type, mesh_dim_names=("dp_cp",))
         unify = getattr(ddp_config, "megatron_fsdp_unify_communication_stream", False)
+        inner_first = [*(unit for unit in reversed(units) if unit is not module), module]
+        # All of them before the first, so that a chunk that is refused is left as it was.
+        check_shardable(inner_first, options["mixed_precision_policy"])
         with fully_shard_context(self.device, unify_communication_stream=unify) as context:
-            for unit in reversed(units):
-                if unit is not module:
-                    fully_shard(unit, mesh, **options)
-            fully_shard(module, mesh, **options)
+            for unit in inner_first:
+                fully_shard(unit, mesh, **options)
         self.fsdp_context: FsdpContext = context
         for parameter in self.module.parameters():
             parameter.__fsdp_param__ = True

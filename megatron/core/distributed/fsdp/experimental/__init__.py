@@ -5,6 +5,7 @@
 Outside code imports from here only. `docs/design.md` says where each part lives.
 """
 
+from .checks import check_shardable
 from .dbuffer import DBuffer
 from .dtensor import FsdpDTensor, gather_full, shard_dtensor
 from .fully_shard import fully_shard, fully_shard_context
@@ -27,6 +28,7 @@ __all__ = [
     "Placements",
     "SchedulePolicy",
     "check_ranks",
+    "check_shardable",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "fully_shard",

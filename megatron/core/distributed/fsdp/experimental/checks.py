@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,38 @@ from torch.distributed.tensor import DTensor, Shard
 from .group_options import OwnedParameter
 from .initial_values import RESET_METHODS, reset_method
 from .module import FsdpModule
+from .ownership import owned_parameters
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
+
+
+def check_shardable(modules: Sequence[nn.Module], mixed_precision_policy: MixedPrecisionPolicy | None = None) -> None:
+    """Raise what `fully_shard` of these modules, one after another, would raise about them, and change nothing.
+
+    Args:
+        modules: inner modules first.
+        mixed_precision_policy: as for `fully_shard`.
+    """
+    policy = mixed_precision_policy or MixedPrecisionPolicy()
+    units: set[nn.Module] = set()
+    owners: dict[int, str] = {}
+    for module in modules:
+        owned = owned_parameters(module, units)
+        check_unit(module, owned, policy)
+        kind = type(module).__name__
+        for item in owned:
+            if id(item.parameter) in owners:
+                raise _tied(kind, item.fqn, owners[id(item.parameter)])
+            owners[id(item.parameter)] = kind
+        units.add(module)
+
+
+def check_unit(module: nn.Module, owned: list[OwnedParameter], policy: MixedPrecisionPolicy) -> None:
+    """Refuse a module that cannot become a unit with these parameters."""
+    check_module(module)
+    _check_container(module, owned)
+    _check_parameters(module, owned, policy)
+    _check_initial_values(module)
+    _check_attributes(module)
 
 
 def check_types(module: Any, mesh: Any, placements: Any, policy: Any, schedule: Any) -> None:
@@ -44,7 +76,7 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-def check_container(module: nn.Module, owned: list[OwnedParameter]) -> None:
+def _check_container(module: nn.Module, owned: list[OwnedParameter]) -> None:
     """Refuse a container that nobody calls, as a unit with parameters."""
     if owned and isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(
@@ -100,18 +132,14 @@ def check_placements(mesh: DeviceMesh, placements: Placements | None) -> Placeme
     return placements
 
 
-def check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: MixedPrecisionPolicy) -> None:
+def _check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: MixedPrecisionPolicy) -> None:
     """Refuse parameters that cannot be sharded as they are."""
     kind = type(module).__name__
     for item in owned:
         parameter = item.parameter
         sharded_by = getattr(parameter, "_fsdp_unit", None)
         if sharded_by is not None:
-            raise ValueError(
-                f"fully_shard of {kind}: expected parameters of one unit, got {item.fqn}, which unit {sharded_by} has "
-                "sharded already: a weight tied across two units. Shard the smallest module that holds both uses as "
-                "one unit."
-            )
+            raise _tied(kind, item.fqn, sharded_by)
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"fully_shard of {kind}: expected plain parameters, got the DTensor {item.fqn}. Parameters that are "
@@ -135,7 +163,7 @@ def check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: Mix
         _check_main_dtype(kind, item, policy)
 
 
-def check_initial_values(module: nn.Module) -> None:
+def _check_initial_values(module: nn.Module) -> None:
     """Refuse tensors on the meta device that nothing would give values to."""
     missing = [
         f"{prefix}.{name}" if prefix else name
@@ -152,6 +180,13 @@ def check_initial_values(module: nn.Module) -> None:
         )
 
 
+def _tied(kind: str, fqn: str, other: str) -> ValueError:
+    return ValueError(
+        f"fully_shard of {kind}: expected parameters of one unit, got {fqn}, which unit {other} has sharded already: a "
+        "weight tied across two units. Shard the smallest module that holds both uses as one unit."
+    )
+
+
 def _check_main_dtype(kind: str, item: OwnedParameter, policy: MixedPrecisionPolicy) -> None:
     parameter, main = item.parameter, policy.main_params_dtype
     if not parameter.requires_grad or main is None:
@@ -163,7 +198,7 @@ def _check_main_dtype(kind: str, item: OwnedParameter, policy: MixedPrecisionPol
         )
 
 
-def check_attributes(module: nn.Module) -> None:
+def _check_attributes(module: nn.Module) -> None:
     """Refuse a module whose own attributes the mixin would hide."""
     names = {name for name in vars(FsdpModule) if not name.startswith("__") and name != "_apply"} | {"unshard_event"}
     taken = sorted(name for name in names if hasattr(module, name))

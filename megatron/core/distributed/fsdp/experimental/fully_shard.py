@@ -17,17 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from . import hooks, registration
 from .agreement import record_unit
 from .allocator import ResizingAllocator
-from .checks import (
-    check_attributes,
-    check_container,
-    check_initial_values,
-    check_module,
-    check_numbers,
-    check_parameters,
-    check_placements,
-    check_types,
-    merge_schedule,
-)
+from .checks import check_numbers, check_placements, check_types, check_unit, merge_schedule
 from .device import current_device, resolve_device
 from .group_options import GradientReduction, GroupOptions, OwnedParameter
 from .module import FsdpModule
@@ -119,14 +109,10 @@ def fully_shard(
     check_numbers(grad_divisor, gradient_reduction)
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     schedule = merge_schedule(schedule_policy, reshard_after_forward)
-    check_module(module)
     mesh = _default_mesh() if mesh is None else mesh
     placements = check_placements(mesh, placements)
     owned = owned_parameters(module)
-    check_container(module, owned)
-    check_parameters(module, owned, policy)
-    check_initial_values(module)
-    check_attributes(module)
+    check_unit(module, owned, policy)
     context, absorbed = _join_context(module, mesh)
     options = GroupOptions(
         mesh=mesh,

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
@@ -13,19 +13,19 @@ from .group_options import OwnedParameter
 from .module import FsdpModule
 
 
-def own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield `module` and the modules inside it, stopping at units."""
+def own_modules(module: nn.Module, future: Collection[nn.Module] = ()) -> Iterator[nn.Module]:
+    """Yield `module` and the modules inside it, stopping at units and at those that are going to be."""
     yield module
     for child in module.children():
-        if not isinstance(child, FsdpModule):
-            yield from own_modules(child)
+        if not isinstance(child, FsdpModule) and child not in future:
+            yield from own_modules(child, future)
 
 
-def owned_parameters(module: nn.Module) -> list[OwnedParameter]:
+def owned_parameters(module: nn.Module, future: Collection[nn.Module] = ()) -> list[OwnedParameter]:
     """Return the parameters below `module` that no inner unit owns, each once, with every place that holds it."""
     owned: dict[int, OwnedParameter] = {}
     names = {id(child): name for name, child in module.named_modules(remove_duplicate=True)}
-    for owner in dict.fromkeys(own_modules(module)):
+    for owner in dict.fromkeys(own_modules(module, future)):
         prefix = names[id(owner)]
         for name, parameter in owner._parameters.items():
             if parameter is None:
