@@ -1,0 +1,150 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs programs in batches on worlds of several sizes at a time, and finds out which one has failed, and how."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from tests.fuzz.bugs import plant
+from tests.fuzz.known import unknown_races
+from tests.fuzz.program import Program
+from tests.fuzz.reference import difference, run_reference, tolerance
+from tests.fuzz.sharded import run_sharded
+from tests.unit_tests.launch import run_ranks
+
+BATCH_SIZE = 25
+BATCH_TIMEOUT_S = 120
+SINGLE_TIMEOUT_S = 30
+MEETING_S = 5
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A program that went wrong, and what was seen."""
+
+    program: Program
+    text: str
+
+    @property
+    def kind(self) -> str:
+        """The first word of the text: race, loss, gradient, weight, error or ranks (which differ)."""
+        return self.text.split(maxsplit=1)[0].rstrip(":")
+
+
+def find_failures(
+    programs: Iterable[Program],
+    *,
+    bug: str | None = None,
+    known: Collection[str] = (),
+    max_failures: int | None = None,
+    batch_size: int = BATCH_SIZE,
+    on_progress: Callable[[int], None] = lambda count: None,
+) -> list[Failure]:
+    """Run programs, each world size in a thread of its own, and return those that failed.
+
+    Args:
+        programs: what to run.
+        bug: key of `bugs.BUGS` to plant in the runtime, or None.
+        known: keys of `KNOWN` that count as failures all the same.
+        max_failures: how many failures of one world size are enough to stop it.
+        batch_size: programs per call of the workers.
+        on_progress: told how many programs have just been run.
+    """
+    by_world: dict[int, list[Program]] = {}
+    for program in programs:
+        by_world.setdefault(program.world_size, []).append(program)
+
+    def search(world_size: int) -> list[Failure]:
+        found: list[Failure] = []
+        waiting = by_world[world_size]
+        while waiting and (max_failures is None or len(found) < max_failures):
+            outcomes = _run_batch(waiting[:batch_size], bug, known)
+            found += [Failure(p, text) for p, text in zip(waiting, outcomes, strict=False) if text is not None]
+            waiting = waiting[len(outcomes) :]
+            on_progress(len(outcomes))
+        return found
+
+    with ThreadPoolExecutor(max(1, len(by_world))) as threads:
+        return [failure for found in threads.map(search, sorted(by_world)) for failure in found]
+
+
+def run_program(program: Program, *, bug: str | None = None, known: Collection[str] = ()) -> str | None:
+    """Run one program; return what went wrong, or None."""
+    try:
+        return _merge(run_ranks(program.world_size, play, [program], bug, known, timeout_s=SINGLE_TIMEOUT_S))[0]
+    except AssertionError as error:
+        return f"ranks: {error}"
+
+
+def _run_batch(programs: Sequence[Program], bug: str | None, known: Collection[str]) -> list[str | None]:
+    """Run programs of one world size up to the first that raises; return their outcomes, at least one."""
+    try:
+        answers = run_ranks(programs[0].world_size, play, list(programs), bug, known, timeout_s=BATCH_TIMEOUT_S)
+        return _merge(answers)
+    except AssertionError:
+        outcomes: list[str | None] = []
+        for program in programs:
+            outcomes.append(run_program(program, bug=bug, known=known))
+            if outcomes[-1] is not None:
+                break
+        return outcomes
+
+
+def _merge(answers: Sequence[list[str | None]]) -> list[str | None]:
+    """Return one outcome per program that all ranks have run: the first rank's complaint, or None."""
+    return [next((text for text in texts if text is not None), None) for texts in zip(*answers, strict=False)]
+
+
+def play(programs: Sequence[Program], bug: str | None, known: Collection[str]) -> list[str | None]:
+    """Run programs on this rank; return what went wrong with each, up to the first that raises.
+
+    Raises:
+        AssertionError: a program raised here and not on all other ranks, which may be stuck now.
+    """
+    # Reentrant checkpoints say that no input needs a gradient, which is what a program may ask for.
+    warnings.filterwarnings("ignore", message="None of the inputs have requires_grad", category=UserWarning)
+    outcomes: list[str | None] = []
+    with plant(bug):
+        for program in programs:
+            try:
+                outcomes.append(_check(program, known))
+            except Exception as error:
+                if not _all_ranks_arrive():
+                    raise AssertionError(f"rank {dist.get_rank()} alone has failed") from error
+                outcomes.append(f"error: {traceback.format_exc()}")
+                break
+    return outcomes
+
+
+def _all_ranks_arrive() -> bool:
+    """Return whether every rank calls this within some seconds; needs no collective."""
+    store = dist.distributed_c10d._get_default_store()
+    number = next(_meetings)
+    store.set(f"fuzz-{number}-{dist.get_rank()}", "")
+    try:
+        store.wait([f"fuzz-{number}-{rank}" for rank in range(dist.get_world_size())], timedelta(seconds=MEETING_S))
+    except RuntimeError:
+        return False
+    return True
+
+
+_meetings = itertools.count()
+
+
+def _check(program: Program, known: Collection[str]) -> str | None:
+    record = run_sharded(program)
+    record.races = unknown_races(record.races, known)
+    rank = dist.get_rank()
+    # One rank compares, another one for every program.
+    if rank != program.seed % program.world_size:
+        return f"race: {record.races[0]}" if record.races else None
+    return difference(record, run_reference(program, rank), tolerance(program))

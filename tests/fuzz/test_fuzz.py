@@ -1,0 +1,33 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""A short run of the fuzzer, and planted bugs that it has to find. CONTRIBUTING.md has the command of the long run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.bugs import BUGS
+from tests.fuzz.generate import generate
+from tests.fuzz.program import program_from_json
+from tests.fuzz.search import find_failures
+
+NUM_PROGRAMS = 80
+MAX_PROGRAMS_TO_FIND_A_BUG = 100
+
+
+def test_random_programs_equal_one_process() -> None:
+    failures = find_failures([generate(seed) for seed in range(NUM_PROGRAMS)], max_failures=1)
+    assert not failures, [f"python -m tests.fuzz --seed {f.program.seed}: {f.text}" for f in failures]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(bug: str) -> None:
+    programs = [generate(seed) for seed in range(MAX_PROGRAMS_TO_FIND_A_BUG)]
+    assert find_failures(programs, bug=bug, max_failures=1), bug
+
+
+def test_programs_can_be_replayed() -> None:
+    for seed in range(20):
+        program = generate(seed)
+        assert generate(seed) == program
+        assert program_from_json(program.to_json()) == program
