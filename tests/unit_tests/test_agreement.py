@@ -34,7 +34,7 @@ from megatron.core.distributed.fsdp.experimental import (
 )
 from megatron.core.distributed.fsdp.experimental.agreement import checksum_of
 from megatron.core.distributed.fsdp.experimental.lockstep import _check_from_environment
-from tests.unit_tests.launch import run_ranks, run_ranks_expecting
+from tests.unit_tests.launch import DEVICE, run_ranks, run_ranks_expecting
 from tests.unit_tests.models import build, shard_layers
 from tests.unit_tests.oracle import Recipe, assert_at_rest, assert_parity, run_reference, run_sharded
 from tests.unit_tests.trace import CollectiveLog, captured_stderr
@@ -69,7 +69,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 
 
 def _other_option(name: str) -> None:
-    with fully_shard_context("cpu"):
+    with fully_shard_context(DEVICE):
         model = _shard_three(nn.Linear(4, 4), **({name: OPTIONS[name]} if dist.get_rank() == 1 else {}))
     model(torch.ones(1, 4))
 
@@ -84,7 +84,7 @@ def test_other_options(name: str) -> None:
 
 def _other_layer(name: str) -> None:
     make = LAYERS[name][0] if dist.get_rank() == 1 else (lambda: nn.Linear(4, 4))
-    with fully_shard_context("cpu"):
+    with fully_shard_context(DEVICE):
         model = _shard_three(make())
     model(torch.ones(1, 4))
 
@@ -99,7 +99,7 @@ def test_other_parameters(name: str) -> None:
 
 def _fewer_units(num_units: int) -> None:
     model = build("mlp")
-    with fully_shard_context("cpu"):
+    with fully_shard_context(DEVICE):
         if dist.get_rank() != 1:
             shard_layers(model)
         elif num_units:
@@ -128,7 +128,7 @@ def test_implicit_context_asks_at_its_first_forward() -> None:
 
 
 def _collectives_of_construction() -> tuple[list[Any], list[Any]]:
-    with CollectiveLog() as construction, fully_shard_context("cpu"):
+    with CollectiveLog() as construction, fully_shard_context(DEVICE):
         model = shard_layers(build("mlp"))
     with CollectiveLog() as forward:
         model(torch.ones(1, 7)).sum().backward()
@@ -147,7 +147,7 @@ def _two_groups() -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = dist.get_rank() // 2
     mesh = DeviceMesh.from_group(groups[pair], "cpu", mesh_dim_names=("dp",))
-    with fully_shard_context("cpu"):
+    with fully_shard_context(DEVICE):
         model = fully_shard(build(("mlp", "one_element")[pair]), mesh)
     model(torch.ones(1, model.in_features)).sum().backward()
     assert_at_rest(model)
@@ -166,7 +166,7 @@ def _warnings_of(prepare: Callable[[nn.Module], None]) -> list[str]:
         prepare(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with fully_shard_context("cpu"):
+        with fully_shard_context(DEVICE):
             shard_layers(model)
     return [str(item.message) for item in caught]
 
@@ -248,7 +248,7 @@ def _backend_times_out() -> str:
     """Rank 1 does not run the unit; its process group gives up after two seconds."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
-    with fully_shard_context("cpu"):
+    with fully_shard_context(DEVICE):
         model = fully_shard(build("mlp"), mesh)
     message = ""
     if dist.get_rank() == 0:
@@ -311,7 +311,7 @@ class _Experts(nn.Module):
 
 
 def _shard(model: Any) -> Any:
-    with fully_shard_context("cpu"):
+    with fully_shard_context(DEVICE):
         for child in model.experts if isinstance(model, _Experts) else model.children():
             fully_shard(child)
         fully_shard(model)
@@ -479,7 +479,7 @@ class _Pair(nn.Module):
 def _other_order(width: int) -> list[str]:
     model = _Pair(width)
     policy = SchedulePolicy(forward_prefetch_units=0, backward_prefetch_units=0)
-    with fully_shard_context("cpu"):
+    with fully_shard_context(DEVICE):
         for module in (model.a, model.b, model):
             fully_shard(module, schedule_policy=policy)
     messages: list[str] = []
@@ -502,7 +502,7 @@ def _other_model_first(in_one_context: bool) -> str:
     models = [nn.Linear(6, 6), nn.Linear(6, 6)]
     torch.manual_seed(0)
     if in_one_context:
-        with fully_shard_context("cpu"):
+        with fully_shard_context(DEVICE):
             for model in models:
                 fully_shard(model)
     for model in models:

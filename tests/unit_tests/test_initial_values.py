@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp.experimental import fully_shard, fully_shard_context
-from tests.unit_tests.launch import run_ranks
+from tests.unit_tests.launch import DEVICE, run_ranks
 from tests.unit_tests.models import Block
 from tests.unit_tests.oracle import assert_at_rest, compare_gradients
 
@@ -57,7 +57,7 @@ def _assert_same_values(model: nn.Module, reference: nn.Module) -> None:
 
 
 def _in_a_context(model: Any) -> None:
-    with fully_shard_context("cpu"):
+    with fully_shard_context(DEVICE):
         _shard(model)
 
 
@@ -108,7 +108,7 @@ def _trains() -> None:
     reference = _Model()
     model = _build_on_meta()
     torch.manual_seed(5)
-    with fully_shard_context("cpu"):
+    with fully_shard_context(DEVICE):
         _shard(model)
     compare_gradients(model, reference, lambda module, batch: module(batch).square().sum().backward())
 
