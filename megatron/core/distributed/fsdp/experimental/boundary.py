@@ -51,7 +51,7 @@ class ForwardCall:
         is_closed: whether the unit has done with this call's backward.
     """
 
-    def __init__(self, unit: Boundary, version: int) -> None:
+    def __init__(self, unit: Boundary, version: tuple[int, int]) -> None:
         self._unit = weakref.ref(unit)
         self.version = version
         self.is_opaque = False
@@ -59,6 +59,9 @@ class ForwardCall:
         self.is_closed = False
         self._inputs: list[Any] = []
         self._outputs: list[Any] = []
+        self._passing: list[torch.Tensor] = []
+        self._writable: list[tuple[Any, list[torch.Tensor]]] = []
+        self._lent: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         self._pending: set[int] = set()
         self._tells = False
 
@@ -68,33 +71,60 @@ class ForwardCall:
         return len(self._inputs)
 
     def watch_inputs(self, value: Any) -> Any:
-        """Return `value` with every tensor that needs a gradient watched, which may mean a view in its place.
+        """Return arguments with every tensor that needs a gradient watched, which may mean a view in its place.
 
         A hook on an input itself would wait for the gradients of everything that uses it; a view's gradient is this
         call's own. An output of another unit that nothing else has used yet is left as it is: that unit's own hook
         tells us first and goes on after, so that our weights are released before it gathers further ones.
+
+        Args:
+            value: the positional arguments, a tuple, or the keyword arguments, a dict.
         """
+        if type(value) is dict:
+            items = [self._watch(item) for item in value.values()]
+            return dict(zip(value, items, strict=True)) if _differ(items, value.values()) else value
+        return self._watch(value)
+
+    def _watch(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._watch_input(value) if value.requires_grad else value
-        if type(value) in (tuple, list):
-            items = [self.watch_inputs(item) for item in value]
-            return type(value)(items) if _differ(items, value) else value
-        if type(value) is dict:
-            items = [self.watch_inputs(item) for item in value.values()]
-            return dict(zip(value, items, strict=True)) if _differ(items, value.values()) else value
-        for tensor in tensors_in(value):
+        if type(value) is tuple:
+            items = [self._watch(item) for item in value]
+            return tuple(items) if _differ(items, value) else value
+        if type(value) in (list, dict):
+            # What the unit may write to stays the object that its caller has; views are in it only while forward runs.
+            for key, item in list(enumerate(value) if type(value) is list else value.items()):
+                watched = self._watch(item)
+                if watched is not item:
+                    value[key] = watched
+                    self._lent.append((value, watched, item))
+            self._writable.append((value, list(tensors_in(value))))
+            return value
+        inside = list(tensors_in(value))
+        for tensor in inside:
             if tensor.requires_grad:
+                self._passing.append(tensor)
                 self._hook(tensor)
+        if inside or isinstance(value, (list, Mapping)):
+            self._writable.append((value, inside))
         self.is_opaque = self.is_opaque or has_unknown_container(value)
         return value
+
+    def added_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that forward has put into lists, mappings and dataclasses that were passed to it."""
+        for value, before in self._writable:
+            known = {id(tensor) for tensor in before}
+            yield from (tensor for tensor in tensors_in(value) if id(tensor) not in known)
 
     def _watch_input(self, tensor: Any) -> torch.Tensor:
         producer = getattr(tensor, "_fsdp_output_hook", None)
         if producer is not None and producer.consumer is None:
             producer.consumer = _InputHook(weakref.ref(self), self._number(tensor))
+            self._passing.append(tensor)
             watched: torch.Tensor = tensor
             return watched
         view: torch.Tensor = tensor.view_as(tensor)
+        self._passing.append(view)
         self._hook(view)
         return view
 
@@ -113,8 +143,10 @@ class ForwardCall:
             is_final: False for tensors that the unit may go on to use.
         """
         is_needed = False
+        # An input that is handed on reads no weights: its gradient is the business of whoever uses it next.
+        passing = {id(tensor) for tensor in self._passing}
         for tensor in tensors_in(outputs):
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in passing:
                 is_needed = True
                 self._outputs.append(tensor.grad_fn)
                 hook = _OutputHook(self)
@@ -123,6 +155,15 @@ class ForwardCall:
                     any_tensor: Any = tensor
                     any_tensor._fsdp_output_hook = hook
         return is_needed
+
+    def close_forward(self) -> None:
+        """Let go of what is only needed while forward runs, and give lists and dicts their own tensors back."""
+        for container, watched, original in self._lent:
+            for key, item in list(enumerate(container) if type(container) is list else container.items()):
+                if item is watched:
+                    container[key] = original
+        for held in (self._passing, self._writable, self._lent):
+            held.clear()
 
     def output_ready(self) -> None:
         """Tell the unit that a gradient of an output is known."""
