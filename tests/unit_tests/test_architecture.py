@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "initial_values": {"dtensor", "parameter_group"},
     "unit": {"device", "parameter_group", "indexed_order", "policy"},
     "reductions": {"device", "gradients"},
-    "agreement": {"checksum", "collectives", "group_options", "policy", "unit"},
+    "agreement": {"checksum", "collectives", "group_options", "unit"},
     "schedule": {"agreement", "backward_task", "device", "indexed_order", "initial_values", "reductions", "unit"},
     "controls": {"policy", "schedule", "unit"},
     "module": {

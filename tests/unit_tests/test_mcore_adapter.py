@@ -681,7 +681,9 @@ def _schedule_options() -> None:
 
     counts = {"megatron_fsdp_forward_prefetch_units": 3, "megatron_fsdp_backward_prefetch_units": 2}
     assert policies() == {(0, 0, None)}
-    assert policies(**counts) == {(0, 0, None)}
+    for name, count in counts.items():
+        with pytest.raises(NotImplementedError, match=rf"{name}: expected 1, got {count}; it would have no effect"):
+            policies(**{name: count})
     assert policies(overlap_param_gather=True) == {(1, 1, None)}
     assert policies(overlap_param_gather=True, **counts) == {(3, 2, None)}
     assert policies(megatron_fsdp_reshard_after_forward=True) == {(0, 0, True)}

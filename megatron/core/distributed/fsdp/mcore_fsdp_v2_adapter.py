@@ -221,6 +221,9 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         """
         raise _no_offload("restore_grad_buffers")
 
+    def reset_param_sync_dispatch_state(self) -> None:
+        """Do nothing: each unit knows by itself which weights it has gathered (megatron-core 0.19 calls this)."""
+
     def sync_rng_states_across_tp_group(self) -> None:
         """Do nothing: tensor parallelism, whose ranks would have to agree, is refused."""
 

@@ -116,7 +116,8 @@ def check_ddp_config(ddp_config: _StockConfig) -> None:
             "strategies are not supported yet. Set --data-parallel-sharding-strategy optim_grads_params."
         )
     for field in fields(ddp_config):
-        if field.name in _HONOURED:
+        has_effect = ddp_config.overlap_param_gather or "prefetch_units" not in field.name
+        if field.name in _HONOURED and has_effect:
             continue
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         value = getattr(ddp_config, field.name)

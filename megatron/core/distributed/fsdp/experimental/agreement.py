@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,7 +28,6 @@ import torch.distributed as dist
 from . import collectives
 from .checksum import MULTIPLIER, checksum_of
 from .group_options import GroupOptions, OwnedParameter
-from .policy import SchedulePolicy
 from .unit import Unit
 
 _MASK = (1 << 62) - 1
@@ -54,19 +53,18 @@ class UnitRecord:
     checksum: torch.Tensor
 
 
+_DIRECTIONS: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+
 _Unit = tuple[str, list[list[str]]]
 """A unit's name and facts, as they come out of JSON."""
 
 
-def record_unit(
-    owned: Sequence[OwnedParameter], options: GroupOptions, schedule_policy: SchedulePolicy, register_hooks: bool
-) -> UnitRecord:
+def record_unit(owned: Sequence[OwnedParameter], options: GroupOptions, register_hooks: bool) -> UnitRecord:
     """Describe a unit whose parameters are still full; no host synchronisation.
 
     Args:
         owned: the unit's parameters, in the order of their groups.
         options: what its groups share.
-        schedule_policy: its prefetch budgets.
         register_hooks: whether it drives itself.
     """
     mesh = options.mesh
@@ -76,7 +74,6 @@ def record_unit(
         ("mixed_precision_policy", repr(options.mixed_precision_policy)),
         ("grad_divisor", repr(options.grad_divisor)),
         ("gradient_reduction", options.gradient_reduction),
-        ("schedule_policy", repr(schedule_policy)),
         ("register_hooks", repr(register_hooks)),
     ]
     checksum = torch.zeros((), dtype=torch.int64, device=options.device)
@@ -93,8 +90,7 @@ def check_units(units: Sequence[tuple[Unit, UnitRecord]], device: torch.device) 
     """Compare the units of a context over every process group that they use; called once they have their names.
 
     Args:
-        units: each unit and its record, in forward order. Where there are none, this rank says so over the default
-            process group, which the units of other ranks use as a rule.
+        units: each unit and its record, in forward order.
         device: the context's device.
 
     Raises:
@@ -104,25 +100,27 @@ def check_units(units: Sequence[tuple[Unit, UnitRecord]], device: torch.device) 
         UserWarning: initial values differ; on every rank of the group, naming the first unit.
     """
     groups = {group.group_name: group for _, record in units for group in record.groups}
-    if not units and dist.is_initialized():
-        default = dist.group.WORLD
-        if default is not None and device.type in {item.type for item in default._device_types}:
-            groups[default.group_name] = default
     # By name, so that ranks of several groups come to them in one order.
     for _, group in sorted(groups.items()):
         if group.size() > 1:
-            members = [
-                (unit.name, _with_later_values(unit, record)) for unit, record in units if group in record.groups
-            ]
+            members = [(unit.name, _as_it_is_now(unit, record)) for unit, record in units if group in record.groups]
             _check_group(members, device, group)
     _number_models(units)
 
 
-def _with_later_values(unit: Unit, record: UnitRecord) -> UnitRecord:
+def _as_it_is_now(unit: Unit, record: UnitRecord) -> UnitRecord:
+    """Return the record with what may have been set, and computed, since the unit was sharded."""
     checksum = record.checksum
+    targets = [unit.prefetch_targets(way) for way in _DIRECTIONS]
+    facts = (
+        ("trainable parameters", repr([group.trainable for group in unit.parameter_groups])),
+        ("schedule_policy", repr(unit.schedule_policy)),
+        ("requires_gradient_sync", repr(unit.reduces_gradients)),
+        ("prefetch", repr([None if named is None else [item.name for item in named] for named in targets])),
+    )
     for group in unit.parameter_groups:
         checksum = checksum * MULTIPLIER + group.values_checksum
-    return replace(record, checksum=checksum)
+    return replace(record, facts=(*record.facts, *facts), checksum=checksum)
 
 
 def _number_models(units: Sequence[tuple[Unit, UnitRecord]]) -> None:

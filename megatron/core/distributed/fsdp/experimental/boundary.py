@@ -17,7 +17,7 @@ then reduce in different orders.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -49,6 +49,7 @@ class ForwardCall:
         is_opaque: whether the inputs hold an object in which further ones may hide.
         inner_calls: forwards of units inside, made during this one, whose backward is expected.
         is_closed: whether the unit has done with this call's backward.
+        closed_in: the backward in which it has; -1 for none.
     """
 
     def __init__(self, unit: Boundary, version: tuple[int, int]) -> None:
@@ -56,7 +57,9 @@ class ForwardCall:
         self.version = version
         self.is_opaque = False
         self.inner_calls: list[weakref.ref[ForwardCall]] = []
+        self._outer: weakref.ref[ForwardCall] | None = None
         self.is_closed = False
+        self.closed_in = -1
         self._inputs: list[Any] = []
         self._outputs: list[Any] = []
         self._passing: list[torch.Tensor] = []
@@ -93,7 +96,7 @@ class ForwardCall:
             return tuple(items) if _differ(items, value) else value
         if type(value) in (list, dict):
             # What the unit may write to stays the object that its caller has; views are in it only while forward runs.
-            for key, item in list(enumerate(value) if type(value) is list else value.items()):
+            for key, item in _entries(value):
                 watched = self._watch(item)
                 if watched is not item:
                     value[key] = watched
@@ -143,33 +146,81 @@ class ForwardCall:
             is_final: False for tensors that the unit may go on to use.
         """
         is_needed = False
-        # An input that is handed on reads no weights: its gradient is the business of whoever uses it next.
         passing = {id(tensor) for tensor in self._passing}
         for tensor in tensors_in(outputs):
             if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in passing:
                 is_needed = True
                 self._outputs.append(tensor.grad_fn)
                 hook = _OutputHook(self)
-                _hook_producer(tensor, hook)
+                self._hook_producer(tensor, hook)
                 if is_final:
                     any_tensor: Any = tensor
                     any_tensor._fsdp_output_hook = hook
         return is_needed
 
+    def pass_on(self, output: Any) -> Any:
+        """Return `output` with inputs that are handed on replaced by views, so that a gradient of theirs begins ours.
+
+        Without that a rank on which the unit does nothing else would not take part in its reduction.
+        """
+        passing = {id(tensor) for tensor in self._passing}
+
+        def replace(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.view_as(value) if id(value) in passing else value
+            if isinstance(value, tuple):
+                items = [replace(item) for item in value]
+                make = getattr(type(value), "_make", type(value))
+                return make(items) if _differ(items, value) else value
+            for key, item in _entries(value):
+                replaced = replace(item)
+                if replaced is not item:
+                    _put(value, key, replaced)
+            return value
+
+        return replace(output) if passing else output
+
+    def _hook_producer(self, tensor: Any, hook: _OutputHook) -> None:
+        """Call `hook` with the gradient of `tensor` as it is now, whatever is written into it later.
+
+        A view that is written in place gets another history, and hooks on it are lost; what produced its base stays. An
+        input's base was produced before the unit, which is too late in backward.
+        """
+        tensor.register_hook(hook)
+        base = tensor._base if tensor._is_view() else None
+        bases = {id(item._base) if item._is_view() else id(item) for item in self._passing}
+        if base is not None and base.grad_fn is not None and id(base) not in bases:
+            base.grad_fn.register_prehook(hook)
+
+    def contain(self, inner: ForwardCall) -> None:
+        """Note a call that was made during this one and whose backward is expected."""
+        self.inner_calls.append(weakref.ref(inner))
+        inner._outer = weakref.ref(self)
+
     def close_forward(self) -> None:
         """Let go of what is only needed while forward runs, and give lists and dicts their own tensors back."""
         for container, watched, original in self._lent:
-            for key, item in list(enumerate(container) if type(container) is list else container.items()):
+            for key, item in _entries(container):
                 if item is watched:
                     container[key] = original
         for held in (self._passing, self._writable, self._lent):
             held.clear()
 
     def output_ready(self) -> None:
-        """Tell the unit that a gradient of an output is known."""
+        """Tell the unit that a gradient of an output is known; the unit around it first.
+
+        Where that one returns our output as it is, on some ranks perhaps, nothing else would put it first.
+        """
+        outer = None if self._outer is None else self._outer()
+        if outer is not None:
+            outer.output_ready()
         unit = self._unit()
-        if unit is not None:
-            unit._fsdp_begin_backward(self)
+        if unit is None:
+            raise RuntimeError(
+                "backward of a unit: expected its model to be alive, got one that was deleted with its weights. Keep "
+                "the model until backward has run."
+            )
+        unit._fsdp_begin_backward(self)
 
     def arm(self) -> None:
         """Expect the inputs and the inner calls that the running backward reaches; ranks may differ in which."""
@@ -235,16 +286,22 @@ def _is_reached(node: Any) -> bool:
     return node is None or bool(torch._C._will_engine_execute_node(node))
 
 
-def _hook_producer(tensor: Any, hook: _OutputHook) -> None:
-    """Call `hook` with the gradient of `tensor` as it is now, whatever is written into it later.
+def _entries(value: Any) -> list[tuple[Any, Any]]:
+    """Return (key, item) of a list, a mapping that can be written, or a dataclass; nothing of anything else."""
+    if isinstance(value, list):
+        return list(enumerate(value))
+    if isinstance(value, MutableMapping):
+        return list(value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(item.name, getattr(value, item.name)) for item in fields(value)]
+    return []
 
-    A view that is written in place gets another history, and hooks on it are lost; what produced its base stays.
-    """
-    producer = tensor._base.grad_fn if tensor._is_view() else None
-    if producer is None:
-        tensor.register_hook(hook)
+
+def _put(value: Any, key: Any, item: Any) -> None:
+    if isinstance(value, (list, MutableMapping)):
+        value[key] = item
     else:
-        producer.register_prehook(hook)
+        object.__setattr__(value, key, item)
 
 
 def _differ(items: Iterable[Any], originals: Iterable[Any]) -> bool:

@@ -175,8 +175,9 @@ def _check_initial_values(module: nn.Module) -> None:
         on_meta = [f"{names[owner]}.{name}".lstrip(".") for name, tensor in own.items() if tensor.is_meta]
         if on_meta and len(on_meta) < len(own):
             raise ValueError(
-                f"fully_shard of {type(module).__name__}: expected all tensors of {names[owner] or 'the module'} on the "
-                f"meta device, or none, since they are initialised together, got {on_meta} there. Build it in one place."
+                f"fully_shard of {type(module).__name__}: expected all tensors of {names[owner] or 'the module'} on "
+                f"the meta device, or none, since they are initialised together, got {on_meta} there. Build it in "
+                "one place."
             )
         missing += on_meta if reset_method(owner) is None else []
     if missing:

@@ -228,6 +228,12 @@ def _notify(args: Any, kwargs: dict[str, Any], writes_first: bool) -> None:
 def _check_assignment(func: Any, args: tuple[Any, ...]) -> None:
     if attribute_name(func) == "requires_grad":
         _freeze(args[0], args[1])
+    if attribute_name(func) == "grad" and args[1] is not None and not isinstance(args[1], DTensor):
+        raise ValueError(
+            f"gradient of {args[0]._geometry.fqn}: expected a DTensor cut like its parameter, got "
+            f"{type(args[1]).__name__} of shape {tuple(args[1].shape)}. Change gradients in place, or assign what an "
+            "operation on them returns."
+        )
 
 
 def _freeze(tensor: Any, requires_grad: Any) -> None:
@@ -263,6 +269,12 @@ def _no_gradient(operation: str, source: FsdpDTensor) -> RuntimeError:
 
 
 def _refusal(operation: str, source: FsdpDTensor) -> RuntimeError:
+    if operation in ("register_hook", "register_post_accumulate_grad_hook"):
+        return RuntimeError(
+            f"{operation} of the sharded parameter {source._geometry.fqn}: expected none, since autograd works on the "
+            "gathered parameter and would never run it. FsdpModule.register_post_backward_hook tells when a unit's "
+            "backward ends."
+        )
     if operation.startswith("fused_"):
         return RuntimeError(
             f"{operation} of the sharded parameter {source._geometry.fqn}: expected an operation that torch knows for "

@@ -136,7 +136,7 @@ def _attach(
     register_hooks: bool,
 ) -> ModuleT:
     label = f"{type(module).__name__}#{len(context.units())}"
-    record = record_unit(owned, options, schedule_policy, register_hooks)
+    record = record_unit(owned, options, register_hooks)
     groups = tuple(
         FsdpParameterGroup(members, options, label, index) for index, members in enumerate(group_parameters(owned))
     )

@@ -28,6 +28,9 @@ from .boundary import ForwardCall, has_unknown_container, tensors_in
 from .module import FsdpModule
 from .phase import UnitPhase
 
+_MAX_KEPT = 64
+"""Items of a list or mapping in an attribute that are looked at for tensors that a forward has left there."""
+
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
@@ -86,7 +89,7 @@ def _as_forward(method: Any, name: str) -> Any:
             output = method(self, *args, **kwargs)
         finally:
             self._fsdp_is_in_method = False
-            _post_forward(self, args, output)
+            output = _post_forward(self, args, output)
         return output
 
     marked: Any = run
@@ -99,7 +102,10 @@ def _as_forward(method: Any, name: str) -> Any:
 def _pre_forward(unit: Any, args: Any, kwargs: Any) -> Any:
     if unit._fsdp_is_in_method:
         return None
-    if unit.phase is UnitPhase.FORWARD and _is_running(unit):
+    if unit.phase is UnitPhase.FORWARD and not _is_running(unit) and not unit.is_root():
+        # A KeyboardInterrupt has ended its last call without hooks.
+        unit._fsdp_abandon_backward()
+    elif unit.phase is UnitPhase.FORWARD and _is_running(unit):
         raise NotImplementedError(
             f"forward of unit {unit.name}: expected one at a time, got a call from within itself. Shard the module "
             "around the recursion in its place."
@@ -113,12 +119,13 @@ def _pre_forward(unit: Any, args: Any, kwargs: Any) -> Any:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _post_forward(unit: Any, args: Any, output: Any) -> None:
+def _post_forward(unit: Any, args: Any, output: Any) -> Any:
     if unit._fsdp_is_in_method or unit.phase is UnitPhase.RESTING:
-        return
+        return None
     call, unit._fsdp_open_call = unit._fsdp_open_call, None
     needs_backward = False
     if call is not None and torch.is_grad_enabled():
+        output = call.pass_on(output)
         needs_backward = call.watch_outputs(output)
         for kept in (*call.added_tensors(), *_kept_tensors(unit)):
             needs_backward = call.watch_outputs(kept) or needs_backward
@@ -127,7 +134,7 @@ def _post_forward(unit: Any, args: Any, output: Any) -> None:
     if needs_backward:
         parent = None if unit._fsdp_parent_ref is None else unit._fsdp_parent_ref()
         if parent is not None and parent._fsdp_open_call is not None:
-            parent._fsdp_open_call.inner_calls.append(weakref.ref(call))
+            parent._fsdp_open_call.contain(call)
     aliased = _aliased_weight(unit, output)
     unit.post_forward(needs_backward)
     if aliased is not None:
@@ -141,6 +148,7 @@ def _post_forward(unit: Any, args: Any, output: Any) -> None:
             f"output of unit {unit.name}: expected tensors, or tuples, lists, mappings and dataclasses of them, got "
             f"{type(output).__name__}, in which tensors that need gradients cannot be found. Return one of these."
         )
+    return output
 
 
 def _is_running(module: nn.Module) -> bool:
@@ -161,12 +169,20 @@ def _kept_tensors(unit: Any) -> Iterator[torch.Tensor]:
     """Yield tensors with a history that a forward has left in attributes of the unit's modules."""
     for module in (unit, *unit._fsdp_keepers):
         for name, value in vars(module).items():
-            if isinstance(value, (torch.Tensor, list, tuple, dict)) and name not in _MODULE_ATTRIBUTES:
-                if name.startswith("_fsdp_"):
-                    continue
-                for tensor in tensors_in(value):
-                    if tensor.requires_grad and tensor.grad_fn is not None and not hasattr(tensor, "_fsdp_output_hook"):
-                        yield tensor
+            if name in _MODULE_ATTRIBUTES or name.startswith("_fsdp_"):
+                continue
+            for tensor in _tensors_near(value):
+                if tensor.requires_grad and tensor.grad_fn is not None and not hasattr(tensor, "_fsdp_output_hook"):
+                    yield tensor
+
+
+def _tensors_near(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
+    """Yield tensors in small containers, so that a vocabulary in an attribute costs nothing."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple, dict)) and len(value) <= _MAX_KEPT:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_near(item, depth - 1)
 
 
 def _watch_hooked_modules(unit: Any) -> None:
@@ -196,7 +212,8 @@ def _aliased_weight(unit: Any, output: Any) -> str | None:
         group.full_weight.local.untyped_storage().data_ptr(): group for group in unit.parameter_groups if group.numel
     }
     for tensor in tensors_in(output):
-        if tensor.layout is not torch.strided or (isinstance(tensor, nn.Parameter) and not tensor.numel()):
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if not is_plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             continue
         group = pointers.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
         if group is not None:

@@ -14,6 +14,7 @@ came first, so that all ranks go on or none does, and a rank that comes late fin
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -65,9 +66,9 @@ def _timeout_s(given: float | None) -> float:
     value = os.environ.get("MEGATRON_FSDP_TIMEOUT_S", DEFAULT_TIMEOUT_S) if given is None else given
     try:
         timeout_s = float(value)
-    except ValueError:
+    except (TypeError, ValueError):
         timeout_s = 0.0
-    if not timeout_s > 0:
+    if not 0 < timeout_s < math.inf:
         name = "MEGATRON_FSDP_TIMEOUT_S" if given is None else "check_ranks timeout_s"
         raise ValueError(f"{name}: expected a number of seconds > 0, got {value!r}.")
     return timeout_s

@@ -254,6 +254,8 @@ class FsdpModule(UnitControls):
                 "second one. Gradients of gradients are not supported through sharded units; compute such terms in an "
                 "unsharded module."
             )
+        if call.closed_in == current_backward():
+            return  # A view's base tells once more, after the view itself.
         if call not in self._fsdp_active_calls:
             steps, freezes = self._fsdp_version()
             if call.version[0] != steps:
@@ -328,7 +330,7 @@ class FsdpModule(UnitControls):
         self._fsdp_has_told = False
         self._fsdp_countdown.reset()
         for call in self._fsdp_active_calls:
-            call.is_closed = True
+            call.is_closed, call.closed_in = True, self.backward_task
         self._fsdp_active_calls.clear()
         if self._fsdp_phase is not UnitPhase.RESTING:
             self._fsdp_enter(UnitPhase.RESTING)
@@ -349,8 +351,7 @@ class FsdpModule(UnitControls):
 
     def _fsdp_drop_held(self) -> None:
         for group in self._fsdp_groups:
-            if group.gradients is not None:
-                group.gradients.drop_held()
+            group.drop_held_gradients()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise RuntimeError(

@@ -188,8 +188,7 @@ class _LocalStep:
     def drop_held(self) -> None:
         """Forget gradients that are held back without gradient sync."""
         for group in self._groups:
-            if group.gradients is not None:
-                group.gradients.drop_held()
+            group.drop_held_gradients()
 
     def ensure_names(self) -> None:
         """Have parameters named by their place in the root, also before the first forward."""

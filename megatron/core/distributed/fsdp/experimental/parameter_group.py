@@ -213,6 +213,11 @@ class FsdpParameterGroup:
         """Whether gradients of earlier backwards wait on this rank for a reduction."""
         return self.gradients is not None and self.gradients.has_unreduced
 
+    def drop_held_gradients(self) -> None:
+        """Forget gradients that wait for a reduction."""
+        if self.gradients is not None:
+            self.gradients.drop_held()
+
     @property
     def has_strays(self) -> bool:
         """Whether full parameters at rest have gradients: the unit's backward never began, or was over."""
@@ -316,8 +321,20 @@ class FsdpParameterGroup:
         self.full_weight.release()
 
     def attach_sharded(self) -> None:
-        """Let the module hold the sharded parameters."""
+        """Let the module hold the sharded parameters.
+
+        Raises:
+            RuntimeError: a gathered parameter has been frozen or unfrozen, which its sharded one does not know of.
+        """
         self._attach(self.sharded_parameters)
+        found = [parameter.requires_grad for parameter in self.unsharded_parameters]
+        if found != self.trainable:
+            for parameter, requires_grad in zip(self.unsharded_parameters, self.trainable, strict=True):
+                parameter.requires_grad_(requires_grad)
+            raise RuntimeError(
+                f"requires_grad in unit {self.name.rpartition('.')[0]}: expected a change while the unit is at rest, "
+                "got one of gathered parameters. Freeze and unfreeze between steps, and after reshard()."
+            )
 
     def attach_unsharded(self) -> None:
         """Let the module hold the gathered parameters, for compute."""

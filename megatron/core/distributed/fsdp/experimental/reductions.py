@@ -34,10 +34,15 @@ class ReductionQueue:
             group.pack()
         # The reduction reads what was just packed, and adds to gradients that compute may have cleared.
         stream.wait_event(compute.record_event())
-        with stream:
+        try:
+            with stream:
+                for group in groups:
+                    group.reduce()
+                event = stream.record_event()
+        except BaseException:
             for group in groups:
-                group.reduce()
-            event = stream.record_event()
+                group.release_full()
+            raise
         self._reductions.append(_Reduction(groups, compute, event))
 
     def finish(self, compute: Stream, stream: Stream) -> None:

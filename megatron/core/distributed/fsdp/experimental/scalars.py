@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-_PLAIN = frozenset("__get__ __hash__ dim is_floating_point numel size stride".split())
+_PLAIN = frozenset("__hash__ dim is_floating_point numel size stride".split())
 
 
 class PendingScalar(DTensor):
@@ -32,10 +32,32 @@ class PendingScalar(DTensor):
     ) -> Any:
         """Run the operation on the value over all ranks; attributes are this tensor's own."""
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _PLAIN:
-            args, kwargs = _valued(args), {key: _valued(value) for key, value in kwargs.items()}
+        name = getattr(func, "__name__", "")
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
+            # torch.tensor reads its elements in a state in which no DTensor operation can run.
+            raise RuntimeError(
+                "torch.tensor of a sum or norm of a sharded tensor: expected numbers or plain tensors, got a "
+                "PendingScalar. Call full_tensor() on it first, on every rank."
+            )
         with torch._C.DisableTorchFunctionSubclass():
+            if name == "__get__":
+                result = func(*args, **kwargs)
+                if not isinstance(result, DTensor):
+                    return result
+            if name not in _PLAIN:
+                args, kwargs = _valued(args), {key: _valued(value) for key, value in kwargs.items()}
             return func(*args, **kwargs)
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Refuse: a rank's part of a sum or norm means nothing.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "to_local of a sum or norm of a sharded tensor: expected full_tensor(), got a wish for this rank's part, "
+            "which is no value of anything. Call full_tensor() on every rank."
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         """Return a text without the value, which a single rank does not know."""

@@ -316,9 +316,20 @@ class FsdpContext:
             self._backward_tasks.clear()
         else:
             self._backward_tasks.discard(task)
-        for unit in self.backward_order:
-            if unit.is_in_backward() and (task is None or unit.backward_task == task):
+        closing = [
+            unit
+            for unit in self.backward_order
+            if unit.is_in_backward() and (task is None or unit.backward_task == task)
+        ]
+        try:
+            for unit in closing:
                 unit._fsdp_close_backward()
+        except BaseException:
+            for unit in closing:
+                if unit.is_in_backward():
+                    unit._fsdp_abandon_backward()
+            self.reductions.finish(self.current_stream(), self.reduce_scatter_stream)
+            raise
         if self._backward_tasks:
             return
         for unit in self.backward_order:
