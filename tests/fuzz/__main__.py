@@ -36,9 +36,7 @@ def main() -> int:
         count += more
         print(f"\r{count} of {len(programs)} programs, {time.monotonic() - start:.0f} s", end="", file=sys.stderr)
 
-    failures = find_failures(
-        programs, bug=arguments.bug, known=arguments.known, max_failures=arguments.max_failures, on_progress=tell
-    )
+    failures = find_failures(programs, bug=arguments.bug, max_failures=arguments.max_failures, on_progress=tell)
     print(file=sys.stderr)
     for failure in failures:
         _report(failure, arguments)
@@ -54,7 +52,7 @@ def _report(failure: Failure, arguments: argparse.Namespace) -> None:
     print(f"\nseed {failure.program.seed}: {failure.text}")
     if arguments.program is None:
         print(f"replay: python -m tests.fuzz --seed {failure.program.seed}{options}")
-    smallest = shrink(failure, bug=arguments.bug, known=arguments.known, max_tries=arguments.shrink)
+    smallest = shrink(failure, bug=arguments.bug, max_tries=arguments.shrink)
     print(f"shrunk: {smallest.text}")
     print(f"replay: python -m tests.fuzz{options} --program '{smallest.program.to_json()}'")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +15,6 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from tests.fuzz.bugs import plant
-from tests.fuzz.known import unknown_races
 from tests.fuzz.program import Program
 from tests.fuzz.reference import difference, run_reference, tolerance
 from tests.fuzz.sharded import run_sharded
@@ -44,7 +43,6 @@ def find_failures(
     programs: Iterable[Program],
     *,
     bug: str | None = None,
-    known: Collection[str] = (),
     max_failures: int | None = None,
     batch_size: int = BATCH_SIZE,
     on_progress: Callable[[int], None] = lambda count: None,
@@ -54,7 +52,6 @@ def find_failures(
     Args:
         programs: what to run.
         bug: key of `bugs.BUGS` to plant in the runtime, or None.
-        known: keys of `KNOWN` that count as failures all the same.
         max_failures: how many failures of one world size are enough to stop it.
         batch_size: programs per call of the workers.
         on_progress: told how many programs have just been run.
@@ -67,7 +64,7 @@ def find_failures(
         found: list[Failure] = []
         waiting = by_world[world_size]
         while waiting and (max_failures is None or len(found) < max_failures):
-            outcomes = _run_batch(waiting[:batch_size], bug, known)
+            outcomes = _run_batch(waiting[:batch_size], bug)
             found += [Failure(p, text) for p, text in zip(waiting, outcomes, strict=False) if text is not None]
             waiting = waiting[len(outcomes) :]
             on_progress(len(outcomes))
@@ -77,23 +74,23 @@ def find_failures(
         return [failure for found in threads.map(search, sorted(by_world)) for failure in found]
 
 
-def run_program(program: Program, *, bug: str | None = None, known: Collection[str] = ()) -> str | None:
+def run_program(program: Program, *, bug: str | None = None) -> str | None:
     """Run one program; return what went wrong, or None."""
     try:
-        return _merge(run_ranks(program.world_size, play, [program], bug, known, timeout_s=SINGLE_TIMEOUT_S))[0]
+        return _merge(run_ranks(program.world_size, play, [program], bug, timeout_s=SINGLE_TIMEOUT_S))[0]
     except AssertionError as error:
         return f"ranks: {error}"
 
 
-def _run_batch(programs: Sequence[Program], bug: str | None, known: Collection[str]) -> list[str | None]:
+def _run_batch(programs: Sequence[Program], bug: str | None) -> list[str | None]:
     """Run programs of one world size up to the first that raises; return their outcomes, at least one."""
     try:
-        answers = run_ranks(programs[0].world_size, play, list(programs), bug, known, timeout_s=BATCH_TIMEOUT_S)
+        answers = run_ranks(programs[0].world_size, play, list(programs), bug, timeout_s=BATCH_TIMEOUT_S)
         return _merge(answers)
     except AssertionError as error:
         outcomes: list[str | None] = []
         for program in programs:
-            outcomes.append(run_program(program, bug=bug, known=known))
+            outcomes.append(run_program(program, bug=bug))
             if outcomes[-1] is not None:
                 return outcomes
         outcomes[-1] = f"batch: no program fails alone, but from seed {programs[0].seed} on: {error}"
@@ -105,7 +102,7 @@ def _merge(answers: Sequence[list[str | None]]) -> list[str | None]:
     return [next((text for text in texts if text is not None), None) for texts in zip(*answers, strict=False)]
 
 
-def play(programs: Sequence[Program], bug: str | None, known: Collection[str]) -> list[str | None]:
+def play(programs: Sequence[Program], bug: str | None) -> list[str | None]:
     """Run programs on this rank; return what went wrong with each, up to the first that raises.
 
     Raises:
@@ -117,7 +114,7 @@ def play(programs: Sequence[Program], bug: str | None, known: Collection[str]) -
     with plant(bug):
         for program in programs:
             try:
-                outcomes.append(_check(program, known))
+                outcomes.append(_check(program))
             except Exception as error:
                 if not _all_ranks_arrive():
                     raise AssertionError(f"rank {dist.get_rank()} alone has failed") from error
@@ -141,9 +138,8 @@ def _all_ranks_arrive() -> bool:
 _meetings = itertools.count()
 
 
-def _check(program: Program, known: Collection[str]) -> str | None:
+def _check(program: Program) -> str | None:
     record = run_sharded(program)
-    record.races = unknown_races(record.races, known)
     rank = dist.get_rank()
     # One rank compares, another one for every program.
     if rank != program.seed % program.world_size:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -12,13 +12,12 @@ from tests.fuzz.program import Cell, Program, is_valid
 from tests.fuzz.search import Failure, run_program
 
 
-def shrink(failure: Failure, *, bug: str | None = None, known: Collection[str] = (), max_tries: int = 200) -> Failure:
+def shrink(failure: Failure, *, bug: str | None = None, max_tries: int = 200) -> Failure:
     """Return the smallest failure found; greedy, so that it is small but need not be the smallest there is.
 
     Args:
         failure: what to shrink.
         bug: as it was planted when the program failed.
-        known: likewise.
         max_tries: programs to run at most.
     """
     tries = 0
@@ -31,7 +30,7 @@ def shrink(failure: Failure, *, bug: str | None = None, known: Collection[str] =
             if not is_valid(candidate):
                 continue
             tries += 1
-            text = run_program(candidate, bug=bug, known=known)
+            text = run_program(candidate, bug=bug)
             if text is not None and Failure(candidate, text).kind == failure.kind:
                 failure, progress = Failure(candidate, text), True
                 break

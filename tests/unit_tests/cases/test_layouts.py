@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.core.distributed.fsdp.experimental import FsdpDTensor, fully_shard, fully_shard_optimizer
 from tests.unit_tests.launch import run_ranks
@@ -72,7 +72,9 @@ def _right(model_name: str) -> None:
         for fqn, parameter, whole in parameters:
             with torch.no_grad():
                 expected, result = operation(whole), operation(parameter)
-                for found in (result.full_tensor(), result.redistribute(placements=[Replicate()]).to_local()):
+                is_shared = isinstance(result, DTensor)
+                redistributed = result.redistribute(placements=[Replicate()]).to_local() if is_shared else result
+                for found in (result.full_tensor() if is_shared else result, redistributed):
                     where = f"{name} of {fqn}"
                     torch.testing.assert_close(
                         found, expected, rtol=1e-5, atol=1e-6, msg=lambda text, where=where: f"{where}: {text}"

@@ -46,56 +46,94 @@ class ForwardCall:
 
     Attributes:
         version: as given.
-        num_inputs: tensors among the inputs that need a gradient.
         is_opaque: whether the inputs hold an object in which further ones may hide.
         inner_calls: forwards of units inside, made during this one, whose backward is expected.
         is_closed: whether the unit has done with this call's backward.
     """
 
-    def __init__(self, unit: Boundary, version: int) -> None:
+    def __init__(self, unit: Boundary, version: tuple[int, int]) -> None:
         self._unit = weakref.ref(unit)
         self.version = version
-        self.num_inputs = 0
         self.is_opaque = False
         self.inner_calls: list[weakref.ref[ForwardCall]] = []
         self.is_closed = False
-        self._num_pending = 0
+        self._inputs: list[Any] = []
+        self._outputs: list[Any] = []
+        self._passing: list[torch.Tensor] = []
+        self._writable: list[tuple[Any, list[torch.Tensor]]] = []
+        self._lent: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        self._pending: set[int] = set()
+        self._tells = False
+
+    @property
+    def num_inputs(self) -> int:
+        """Tensors among the inputs that need a gradient."""
+        return len(self._inputs)
 
     def watch_inputs(self, value: Any) -> Any:
-        """Return `value` with every tensor that needs a gradient watched, which may mean a view in its place.
+        """Return arguments with every tensor that needs a gradient watched, which may mean a view in its place.
 
         A hook on an input itself would wait for the gradients of everything that uses it; a view's gradient is this
         call's own. An output of another unit that nothing else has used yet is left as it is: that unit's own hook
         tells us first and goes on after, so that our weights are released before it gathers further ones.
+
+        Args:
+            value: the positional arguments, a tuple, or the keyword arguments, a dict.
         """
+        if type(value) is dict:
+            items = [self._watch(item) for item in value.values()]
+            return dict(zip(value, items, strict=True)) if _differ(items, value.values()) else value
+        return self._watch(value)
+
+    def _watch(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._watch_input(value) if value.requires_grad else value
-        if type(value) in (tuple, list):
-            items = [self.watch_inputs(item) for item in value]
-            return type(value)(items) if _differ(items, value) else value
-        if type(value) is dict:
-            items = [self.watch_inputs(item) for item in value.values()]
-            return dict(zip(value, items, strict=True)) if _differ(items, value.values()) else value
-        for tensor in tensors_in(value):
+        if type(value) is tuple:
+            items = [self._watch(item) for item in value]
+            return tuple(items) if _differ(items, value) else value
+        if type(value) in (list, dict):
+            # What the unit may write to stays the object that its caller has; views are in it only while forward runs.
+            for key, item in list(enumerate(value) if type(value) is list else value.items()):
+                watched = self._watch(item)
+                if watched is not item:
+                    value[key] = watched
+                    self._lent.append((value, watched, item))
+            self._writable.append((value, list(tensors_in(value))))
+            return value
+        inside = list(tensors_in(value))
+        for tensor in inside:
             if tensor.requires_grad:
-                self.num_inputs += 1
+                self._passing.append(tensor)
                 self._hook(tensor)
+        if inside or isinstance(value, (list, Mapping)):
+            self._writable.append((value, inside))
         self.is_opaque = self.is_opaque or has_unknown_container(value)
         return value
 
+    def added_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that forward has put into lists, mappings and dataclasses that were passed to it."""
+        for value, before in self._writable:
+            known = {id(tensor) for tensor in before}
+            yield from (tensor for tensor in tensors_in(value) if id(tensor) not in known)
+
     def _watch_input(self, tensor: Any) -> torch.Tensor:
-        self.num_inputs += 1
         producer = getattr(tensor, "_fsdp_output_hook", None)
         if producer is not None and producer.consumer is None:
-            producer.consumer = weakref.ref(self)
+            producer.consumer = _InputHook(weakref.ref(self), self._number(tensor))
+            self._passing.append(tensor)
             watched: torch.Tensor = tensor
             return watched
         view: torch.Tensor = tensor.view_as(tensor)
+        self._passing.append(view)
         self._hook(view)
         return view
 
     def _hook(self, tensor: Any) -> None:
-        tensor.register_hook(_InputHook(weakref.ref(self)))
+        tensor.register_hook(_InputHook(weakref.ref(self), self._number(tensor)))
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        self._inputs.append(tensor.grad_fn)
+        return len(self._inputs) - 1
 
     def watch_outputs(self, outputs: Any, is_final: bool = True) -> bool:
         """Announce the unit's backward at the first gradient of `outputs`; return whether any of them needs one.
@@ -105,15 +143,27 @@ class ForwardCall:
             is_final: False for tensors that the unit may go on to use.
         """
         is_needed = False
+        # An input that is handed on reads no weights: its gradient is the business of whoever uses it next.
+        passing = {id(tensor) for tensor in self._passing}
         for tensor in tensors_in(outputs):
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in passing:
                 is_needed = True
+                self._outputs.append(tensor.grad_fn)
                 hook = _OutputHook(self)
                 _hook_producer(tensor, hook)
                 if is_final:
                     any_tensor: Any = tensor
                     any_tensor._fsdp_output_hook = hook
         return is_needed
+
+    def close_forward(self) -> None:
+        """Let go of what is only needed while forward runs, and give lists and dicts their own tensors back."""
+        for container, watched, original in self._lent:
+            for key, item in list(enumerate(container) if type(container) is list else container.items()):
+                if item is watched:
+                    container[key] = original
+        for held in (self._passing, self._writable, self._lent):
+            held.clear()
 
     def output_ready(self) -> None:
         """Tell the unit that a gradient of an output is known."""
@@ -122,27 +172,26 @@ class ForwardCall:
             unit._fsdp_begin_backward(self)
 
     def arm(self) -> None:
-        """Start counting the inputs' gradients of one backward."""
+        """Expect the inputs and the inner calls that the running backward reaches; ranks may differ in which."""
         self.is_closed = False
-        self._num_pending = self.num_inputs
+        self._pending = {number for number, node in enumerate(self._inputs) if _is_reached(node)}
+        self._tells = bool(self._pending) and not self.is_opaque
         for inner in self._inner():
-            inner.is_closed = False
+            inner.is_closed = not any(_is_reached(node) for node in inner._outputs)
 
-    def input_ready(self) -> None:
-        """Count the gradient of one input; tell the unit of the last one."""
-        if self._num_pending == 0:
+    def input_ready(self, number: int) -> None:
+        """Note the gradient of one input; tell the unit of the last one."""
+        if number not in self._pending:
             return
-        self._num_pending -= 1
+        self._pending.discard(number)
         unit = self._unit()
-        if self._num_pending == 0 and unit is not None:
+        if not self._pending and unit is not None:
             unit._fsdp_inputs_done()
 
     @property
     def is_complete(self) -> bool:
         """Whether the gradients of inputs are known, and so all of this call's operations have run in this backward."""
-        if self.num_inputs == 0 or self.is_opaque or self._num_pending > 0:
-            return False
-        return all(inner.is_closed for inner in self._inner())
+        return self._tells and not self._pending and all(inner.is_closed for inner in self._inner())
 
     def _inner(self) -> Iterator[ForwardCall]:
         for reference in self.inner_calls:
@@ -154,13 +203,14 @@ class ForwardCall:
 class _InputHook:
     """Gradient hook of an input; weak, since an input may outlive the call."""
 
-    def __init__(self, call: weakref.ref[ForwardCall]) -> None:
+    def __init__(self, call: weakref.ref[ForwardCall], number: int) -> None:
         self._call = call
+        self._number = number
 
-    def __call__(self, grad: torch.Tensor) -> None:
+    def __call__(self, grad: Any = None) -> None:
         call = self._call()
         if call is not None:
-            call.input_ready()
+            call.input_ready(self._number)
 
 
 class _OutputHook:
@@ -168,17 +218,21 @@ class _OutputHook:
 
     def __init__(self, call: ForwardCall) -> None:
         self._call = call
-        self.consumer: weakref.ref[ForwardCall] | None = None
+        self.consumer: _InputHook | None = None
 
     def __call__(self, gradients: Any) -> None:
-        consumer = None if self.consumer is None else self.consumer()
-        if consumer is not None:
-            consumer.input_ready()
+        if self.consumer is not None:
+            self.consumer()
         self._call.output_ready()
 
     def __reduce__(self) -> Any:
         """Pickle as None: a saved output belongs to no graph."""
         return type(None), ()
+
+
+def _is_reached(node: Any) -> bool:
+    """Return whether the running backward comes to a node; a leaf, which has none, counts as reached."""
+    return node is None or bool(torch._C._will_engine_execute_node(node))
 
 
 def _hook_producer(tensor: Any, hook: _OutputHook) -> None:

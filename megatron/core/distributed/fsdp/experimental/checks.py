@@ -13,10 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from .controls import UnitControls
 from .group_options import OwnedParameter
 from .initial_values import RESET_METHODS, reset_method
 from .module import FsdpModule
-from .ownership import owned_parameters
+from .ownership import own_modules, owned_parameters
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
 
 
@@ -164,14 +165,20 @@ def _check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: Mi
 
 
 def _check_initial_values(module: nn.Module) -> None:
-    """Refuse tensors on the meta device that nothing would give values to."""
-    missing = [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, owner in module.named_modules()
-        if not isinstance(owner, FsdpModule) and reset_method(owner) is None
-        for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
-        if tensor is not None and tensor.is_meta
-    ]
+    """Refuse tensors on the meta device that nothing would give values to, or only together with others."""
+    missing: list[str] = []
+    names = {owner: prefix for prefix, owner in module.named_modules()}
+    for owner in dict.fromkeys(own_modules(module)):
+        own = {
+            name: tensor for name, tensor in (*owner._parameters.items(), *owner._buffers.items()) if tensor is not None
+        }
+        on_meta = [f"{names[owner]}.{name}".lstrip(".") for name, tensor in own.items() if tensor.is_meta]
+        if on_meta and len(on_meta) < len(own):
+            raise ValueError(
+                f"fully_shard of {type(module).__name__}: expected all tensors of {names[owner] or 'the module'} on the "
+                f"meta device, or none, since they are initialised together, got {on_meta} there. Build it in one place."
+            )
+        missing += on_meta if reset_method(owner) is None else []
     if missing:
         raise ValueError(
             f"fully_shard of {type(module).__name__}: expected modules that can compute initial values for their "
@@ -200,7 +207,8 @@ def _check_main_dtype(kind: str, item: OwnedParameter, policy: MixedPrecisionPol
 
 def _check_attributes(module: nn.Module) -> None:
     """Refuse a module whose own attributes the mixin would hide."""
-    names = {name for name in vars(FsdpModule) if not name.startswith("__") and name != "_apply"} | {"unshard_event"}
+    own = {name for cls in (FsdpModule, UnitControls) for name in vars(cls)} | {"unshard_event"}
+    names = {name for name in own if not name.startswith("__") and not hasattr(nn.Module, name)}
     taken = sorted(name for name in names if hasattr(module, name))
     if taken:
         raise ValueError(

@@ -86,6 +86,10 @@ class UnitControls:
         """As `set_modules_to_forward_prefetch`, when this unit's backward begins."""
         self._fsdp_name_prefetch("backward", modules)
 
+    def _fsdp_drop_held(self) -> None:
+        """Forget gradients that wait for a reduction."""
+        raise NotImplementedError
+
     def _fsdp_name_prefetch(self, direction: Direction, modules: Sequence[Any]) -> None:
         for module in modules:
             if not isinstance(module, UnitControls) or module._fsdp_context is not self._fsdp_context:

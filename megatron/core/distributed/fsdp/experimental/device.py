@@ -157,6 +157,21 @@ def resolve_device(device: torch.device | str) -> torch.device:
     return current_device(device.type) if device.index is None else device
 
 
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """Return the state of the host's random generator and of the device's."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def set_random_state(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    """Set what `random_state` has returned."""
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
 _no_range: AbstractContextManager[None] = nullcontext()
 
 

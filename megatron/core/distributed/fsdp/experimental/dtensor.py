@@ -25,6 +25,7 @@ from .geometry import ShardGeometry
 from .layout import GroupLayout, TensorSlot
 from .operations import (
     ELEMENTWISE,
+    attribute_name,
     base_name,
     gives_no_tensor,
     is_attribute_of_elements,
@@ -151,7 +152,7 @@ class FsdpDTensor(DTensor):
         operation = base_name(name)
         if operation == "requires_grad":
             _freeze(args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-        if name != "__get__" and (writes_first_operand(name) or not gives_no_tensor(operation)):
+        elif name != "__get__" and (writes_first_operand(name) or not gives_no_tensor(operation)):
             _notify(args, kwargs, writes_first_operand(name))
         with torch._C.DisableTorchFunctionSubclass():
             if not is_attribute_of_elements(func):
@@ -221,12 +222,11 @@ def _notify(args: Any, kwargs: dict[str, Any], writes_first: bool) -> None:
         tensor._geometry.notify_use(writes=False)
     written = (args[:1] or tuple(kwargs.values())[:1]) if writes_first else ()
     for tensor in _sharded_inputs((written, kwargs.get("out")), {}):
-        tensor._geometry.notify_use(writes=True)
+        tensor._geometry.notify_use(writes=True, is_certain=True)
 
 
 def _check_assignment(func: Any, args: tuple[Any, ...]) -> None:
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    if attribute == "requires_grad":
+    if attribute_name(func) == "requires_grad":
         _freeze(args[0], args[1])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .operations import ELEMENTWISE, base_name, gives_no_tensor, is_attribute_of_elements
+from .operations import ELEMENTWISE, attribute_name, base_name, gives_no_tensor, is_attribute_of_elements
 
 
 class ElementwiseOnly(TorchFunctionMode):
@@ -21,11 +21,13 @@ class ElementwiseOnly(TorchFunctionMode):
 
     Args:
         optimizer: names the optimizer in errors.
+        shapes: logical and local shape of shards, by id; what asks a shard for its size raises, too.
     """
 
-    def __init__(self, optimizer: str) -> None:
+    def __init__(self, optimizer: str, shapes: dict[int, tuple[torch.Size, torch.Size]]) -> None:
         super().__init__()
         self._optimizer = optimizer
+        self._shapes = shapes
 
     def __torch_function__(
         self,
@@ -45,7 +47,24 @@ class ElementwiseOnly(TorchFunctionMode):
                 f"{operation}, which needs whole tensors. Use an element-wise optimizer, or leave its parameters "
                 "unsharded."
             )
+        self._check_size(attribute_name(func) if name == "__get__" else operation, args)
         return func(*args, **kwargs)
+
+    def _check_size(self, question: str, args: tuple[Any, ...]) -> None:
+        logical, local = self._shapes.get(id(args[0]), (None, None)) if args else (None, None)
+        if logical is None or local is None or logical == local or question not in _SIZES:
+            return
+        if question in _NUM_DIMS and len(logical) == len(local):
+            return
+        raise RuntimeError(
+            f"{self._optimizer}.step: expected a rule that does not depend on a parameter's size, got a look at "
+            f"{question} of a shard, {tuple(local)} of {tuple(logical)}. Sort parameters into param_groups by size "
+            "before."
+        )
+
+
+_NUM_DIMS = frozenset({"dim", "ndim", "ndimension"})
+_SIZES = _NUM_DIMS | {"len", "nelement", "numel", "shape", "size", "stride"}
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -217,7 +217,7 @@ def _sharded_class(cls: type) -> type:
 
 def _check_load(module: nn.Module, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
     where = f"load_state_dict of {type(module).__name__} at {prefix or 'the root'!r}"
-    _require_sharded(module, where)
+    _ready(module, where)
     if metadata.get("assign_to_params_buffers", False):
         raise RuntimeError(
             f"{where}: expected assign=False, got assign=True, which would replace sharded parameters by ones that the "
@@ -226,11 +226,16 @@ def _check_load(module: nn.Module, state_dict: Any, prefix: str, metadata: Any, 
 
 
 def _check_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    _require_sharded(module, f"state_dict of {type(module).__name__} at {prefix or 'the root'!r}")
+    _ready(module, f"state_dict of {type(module).__name__} at {prefix or 'the root'!r}")
 
 
-def _require_sharded(module: nn.Module, where: str) -> None:
-    if any(getattr(parameter, "_fsdp_is_gathered", False) for parameter in module._parameters.values()):
+def _ready(module: nn.Module, where: str) -> None:
+    """Have a module's values computed, and refuse while they are gathered."""
+    unit = registration.unit_of(module)
+    if unit is not None:
+        unit.context.initialize_values()
+    # Of everything inside, so that a refused load has written nothing yet.
+    if any(getattr(parameter, "_fsdp_is_gathered", False) for parameter in module.parameters()):
         raise RuntimeError(
             f"{where}: expected a unit at rest, got gathered parameters, whose memory is released after the forward or "
             "backward that runs. Save and load between steps, and reshard() what you have unsharded."

@@ -21,8 +21,8 @@ from .layout import GroupLayout
 class ParameterOwner(Protocol):
     """Who is told what happens to a sharded parameter."""
 
-    def mark_main_weight_written(self) -> None:
-        """The parameter is about to be written."""
+    def mark_main_weight_written(self, is_certain: bool = False) -> None:
+        """The parameter is about to be written, or may be from now on."""
         ...
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
@@ -62,13 +62,13 @@ class ShardGeometry:
         """What decides which elements each rank owns of a tensor of a given size."""
         return self.layout.slots[self.index].offset, self.layout.shard_numel, self.layout.num_shards
 
-    def notify_use(self, writes: bool) -> None:
-        """Tell the owner that the tensor's values are about to be read, or written."""
+    def notify_use(self, writes: bool, is_certain: bool = False) -> None:
+        """Tell the owner that the tensor's values are about to be read, or written; or may be written from now on."""
         owner = None if self.owner is None else self.owner()
         if owner is not None:
             owner.ensure_values()
             if writes:
-                owner.mark_main_weight_written()
+                owner.mark_main_weight_written(is_certain)
 
     def notify_requires_grad(self, requires_grad: bool) -> None:
         """Tell the owner that the parameter is about to be frozen or unfrozen."""

@@ -67,6 +67,7 @@ class GroupGradients:
             shard_dtensor(piece, replace(_geometry(parameter), owner=None))
             for piece, parameter in zip(main.pieces, sharded_parameters, strict=True)
         ]
+        self._num_uses = _num_uses(main)
 
     @property
     def buffers(self) -> tuple[DBuffer, ...]:
@@ -135,14 +136,20 @@ class GroupGradients:
                 )
         self._is_checked = True
 
-    def drop(self) -> bool:
-        """Forget full gradients of a backward that will not be reduced; return whether there were any."""
-        has_any = False
+    @property
+    def has_strays(self) -> bool:
+        """Whether full parameters have gradients."""
+        return any(parameter.grad is not None for parameter in self._unsharded)
+
+    def drop_held(self) -> None:
+        """Forget gradients that wait for a reduction, as zero_grad does."""
+        if self.has_unreduced:
+            self.unreduced.release()
+
+    def drop(self) -> None:
+        """Forget full gradients of a backward that will not be reduced."""
         for parameter in self._unsharded:
-            if parameter.grad is not None:
-                has_any = True
-                parameter.grad = None
-        return has_any
+            parameter.grad = None
 
     def reduce(self) -> None:
         """Reduce `full` over ranks and add it to what has accumulated since gradients were last cleared."""
@@ -177,7 +184,8 @@ class GroupGradients:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             current = [parameter.grad for parameter in self._sharded]
             if all(grad is None for grad in current):
-                if any(sys.getrefcount(own) > _REFERENCES_OF_OURS for own in self._own):
+                is_held = _num_uses(self.main) > self._num_uses
+                if is_held or any(sys.getrefcount(own) > _REFERENCES_OF_OURS for own in self._own):
                     self._renew()
                 return True
             # What the user has put there is read on this stream: keep it until the reduction is over.
@@ -203,6 +211,7 @@ class GroupGradients:
             old.layout, old.mesh, old.placements, dtype=old.dtype, device=old.local.device, name=old.name
         )
         self._own = [shard_dtensor(piece, own.geometry) for piece, own in zip(self.main.pieces, self._own, strict=True)]
+        self._num_uses = _num_uses(self.main)
 
     def _install(self) -> None:
         """Give every trainable parameter its gradient; a frozen one keeps what it has, as in torch."""
@@ -210,6 +219,11 @@ class GroupGradients:
             for parameter, own in zip(self._sharded, self._own, strict=True):
                 if parameter.grad is not own and parameter.requires_grad:
                     parameter.grad = own
+
+
+def _num_uses(buffer: DBuffer) -> int:
+    """Return how many tensors share a buffer's storage: more than ours if somebody holds a detached gradient."""
+    return int(torch._C._storage_Use_Count(buffer.local.untyped_storage()._cdata))
 
 
 def _geometry(parameter: Any) -> ShardGeometry:

@@ -73,6 +73,10 @@ class GroupContext(Protocol):
         """Whether names are fixed."""
         ...
 
+    def refuse_strays(self) -> None:
+        """Drop gradients of full parameters at rest and raise, naming their units."""
+        ...
+
     def await_gathers(self) -> None:
         """Let compute write main weights."""
         ...

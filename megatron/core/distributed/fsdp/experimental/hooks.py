@@ -6,8 +6,9 @@ They watch the tensors that go in and out and call the unit's points; they decid
 
 [Note: tensors that leave a forward by another way]
 A unit's backward begins at its outputs. A tensor that is kept elsewhere and used in a loss leads into the unit, too.
-Tensors left in attributes of the unit's modules (an auxiliary loss, attention weights) are found after the forward, and
-outputs of inner modules on which somebody has registered a forward hook are watched, since such hooks often keep them.
+Tensors left in attributes of the unit's modules (an auxiliary loss, attention weights), or put into a list or mapping
+that was passed in, are found after the forward, and outputs of inner modules on which somebody has registered a forward
+hook are watched, since such hooks often keep them.
 Any other way is noticed at the end of the backward, at the latest.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -55,11 +57,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"register_fsdp_forward_method: expected a unit, got {type(module).__name__}. Call fully_shard on it first."
         )
     cls = type(module)
-    method = getattr(cls, method_name, None)
-    if method_name == "forward" or not inspect.isfunction(method) or hasattr(FsdpModule, method_name):
+    method = inspect.getattr_static(cls, method_name, None)
+    is_suspended = any(
+        ask(method) for ask in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    )
+    is_taken = method_name == "forward" or hasattr(FsdpModule, method_name) or method_name in vars(module)
+    if is_taken or is_suspended or not inspect.isfunction(method):
         raise ValueError(
-            f"register_fsdp_forward_method of {cls.__name__}: expected a method of its class besides forward, got "
-            f"{method_name!r}. Name a function that is defined in the class."
+            f"register_fsdp_forward_method of {cls.__name__}: expected an ordinary method of its class besides "
+            f"forward, got {method_name!r}. Name a function that the class defines, takes self and returns tensors."
         )
     if not getattr(method, "_fsdp_is_forward_method", False):
         setattr(cls, method_name, _as_forward(method, method_name))
@@ -93,24 +99,31 @@ def _as_forward(method: Any, name: str) -> Any:
 def _pre_forward(unit: Any, args: Any, kwargs: Any) -> Any:
     if unit._fsdp_is_in_method:
         return None
+    if unit.phase is UnitPhase.FORWARD and _is_running(unit):
+        raise NotImplementedError(
+            f"forward of unit {unit.name}: expected one at a time, got a call from within itself. Shard the module "
+            "around the recursion in its place."
+        )
     unit.pre_forward()
     if not torch.is_grad_enabled() or unit.phase is not UnitPhase.FORWARD:
         return None
-    call = unit._fsdp_open_call = ForwardCall(unit, unit._fsdp_weight_version())
+    call = unit._fsdp_open_call = ForwardCall(unit, unit._fsdp_version())
     _watch_hooked_modules(unit)
     return call.watch_inputs(args), call.watch_inputs(kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _post_forward(unit: Any, args: Any, output: Any) -> None:
-    if unit._fsdp_is_in_method:
+    if unit._fsdp_is_in_method or unit.phase is UnitPhase.RESTING:
         return
     call, unit._fsdp_open_call = unit._fsdp_open_call, None
     needs_backward = False
     if call is not None and torch.is_grad_enabled():
         needs_backward = call.watch_outputs(output)
-        for kept in _kept_tensors(unit):
+        for kept in (*call.added_tensors(), *_kept_tensors(unit)):
             needs_backward = call.watch_outputs(kept) or needs_backward
+    if call is not None:
+        call.close_forward()
     if needs_backward:
         parent = None if unit._fsdp_parent_ref is None else unit._fsdp_parent_ref()
         if parent is not None and parent._fsdp_open_call is not None:
@@ -128,6 +141,16 @@ def _post_forward(unit: Any, args: Any, output: Any) -> None:
             f"output of unit {unit.name}: expected tensors, or tuples, lists, mappings and dataclasses of them, got "
             f"{type(output).__name__}, in which tensors that need gradients cannot be found. Return one of these."
         )
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Return whether a call of the module is under way besides the one that asks, rather than cut short."""
+    frame: Any = sys._getframe()
+    calls = 0
+    while frame is not None:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
 
 
 def _is_of_torch(module: nn.Module) -> bool:

@@ -7,7 +7,8 @@ It calls the modules' own ``reset_parameters`` and keeps no state.
 [Note: same values as an ordinary start]
 Ordinary construction initialises inner modules before outer ones, in the order of definition, and each draws from the
 random generator. Here the modules are walked in that order once the root is known, whatever order they were sharded in.
-A module computes on full tensors of its own unit, which go into the shards and are freed before the next one.
+A module computes on full tensors of its own and of everything inside it, which go into the shards and are freed before
+the next one. Tensors start as NaN, so that what no method sets is noticed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RESET_METHODS = ("reset_parameters", "_reset_parameters")
 
 
 def reset_method(module: nn.Module) -> Callable[[], None] | None:
-    """Return the method that gives a module's own parameters and buffers their initial values, if it has one."""
+    """Return the method that gives a module's parameters and buffers their initial values, if it has one."""
     for name in RESET_METHODS:
         method = getattr(module, name, None)
         if callable(method):
@@ -41,36 +42,38 @@ def initialize_values(root: Any, device: torch.device) -> None:
     Args:
         root: a unit that no other unit contains.
         device: where meta buffers go.
+
+    Raises:
+        RuntimeError: tensors that no method has set; names them.
     """
-    _visit(root, None, device, set())
+    # Whoever asks first may be evaluating: buffers must not become inference tensors.
+    with torch.inference_mode(False), torch.no_grad():
+        _visit(root, None, device, set())
 
 
 def _visit(module: nn.Module, outer: _FullTensors | None, device: torch.device, seen: set[nn.Module]) -> None:
     if module in seen:
         return
     seen.add(module)
-    # A unit's modules may write into each other's parameters; those of another unit are shards by then.
-    scope = None if hasattr(module, "_fsdp_groups") else outer
+    method = reset_method(module)
     own = _missing(module)
-    opened = None
-    if own and scope is None:
-        scope = opened = _FullTensors(device)
+    is_called = method is not None and (bool(own) or any(_missing(inner) for inner in module.modules()))
+    opened = _FullTensors(device) if outer is None and is_called else None
+    scope = outer or opened
     try:
         if own:
-            assert scope is not None
+            assert scope is not None, "fully_shard requires a method"
             scope.place(module, own)
         for child in module.children():
             _visit(child, scope, device, seen)
-        if own:
-            method = reset_method(module)
-            assert method is not None, "fully_shard requires one"
+        if is_called and method is not None:
             method()
+        if opened is not None:
+            opened.distribute()
     except BaseException:
         if opened is not None:
             opened.restore()
         raise
-    if opened is not None:
-        opened.distribute()
 
 
 def _missing(module: nn.Module) -> dict[str, Any]:
@@ -84,42 +87,57 @@ def _missing(module: nn.Module) -> dict[str, Any]:
 
 
 class _FullTensors:
-    """Full tensors in place of sharded parameters, while modules compute their values."""
+    """Full tensors in place of sharded parameters and meta buffers, while modules compute their values."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._placed: list[tuple[dict[str, Any], str, Any, bool]] = []
-        self._known: set[int] = set()
+        self._placed: list[tuple[dict[str, Any], str, Any, str]] = []
 
     def place(self, module: nn.Module, missing: dict[str, Any]) -> None:
         """Give the module full tensors for what is missing."""
         for name, tensor in missing.items():
-            if name in module._buffers:
-                module._buffers[name] = torch.empty_like(tensor, device=self._device)
-                continue
-            group = _group_of(tensor)
-            full = nn.Parameter(
-                torch.empty(tensor.shape, dtype=group.full_weight.dtype, device=self._device),
-                requires_grad=tensor.requires_grad,
-            )
-            # The other names of a tied weight draw random numbers, too, as they do before they are tied.
-            is_first = group.is_without_values(tensor.geometry.index) and id(tensor) not in self._known
-            self._known.add(id(tensor))
-            self._placed.append((module._parameters, name, tensor, is_first))
-            module._parameters[name] = full
+            is_buffer = name in module._buffers
+            holder: dict[str, Any] = module._buffers if is_buffer else module._parameters
+            dtype = tensor.dtype if is_buffer else _group_of(tensor).full_weight.dtype
+            full = _unset(torch.empty(tensor.shape, dtype=dtype, device=self._device))
+            self._placed.append((holder, name, tensor, f"{type(module).__name__}.{name}"))
+            holder[name] = full if is_buffer else nn.Parameter(full, requires_grad=tensor.requires_grad)
 
     def distribute(self) -> None:
         """Put the values into the shards, and the sharded parameters back."""
-        for parameters, name, sharded, is_first in self._placed:
-            if is_first:
-                _group_of(sharded).set_values(sharded.geometry.index, parameters[name])
-        self.restore()
+        unset = [label for holder, name, _, label in self._placed if _is_unset(holder[name])]
+        if unset:
+            raise RuntimeError(
+                f"initial values: expected {' or '.join(RESET_METHODS)} to set every tensor that was built on the meta "
+                f"device, got {unset} unset. Set them there, or build their modules on a real device."
+            )
+        for holder, name, original, _ in self._placed:
+            if isinstance(original, FsdpDTensor):
+                group, index = _group_of(original), original.geometry.index
+                # The other names of a tied weight drew random numbers, too, as they do before they are tied.
+                if group.is_without_values(index):
+                    group.set_values(index, holder[name])
+                holder[name] = original
+        self._placed.clear()
 
     def restore(self) -> None:
-        """Put the sharded parameters back."""
-        for parameters, name, sharded, _ in self._placed:
-            parameters[name] = sharded
+        """Put back what was there, so that a later attempt finds everything missing."""
+        for holder, name, original, _ in self._placed:
+            holder[name] = original
         self._placed.clear()
+
+
+def _unset(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(torch.nan)
+    return tensor.zero_() if tensor.dtype is torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def _is_unset(tensor: torch.Tensor) -> bool:
+    """Return whether elements are as `_unset` leaves them; of booleans nothing can be said."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor.dtype is not torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 
 def _group_of(parameter: Any) -> FsdpParameterGroup:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from .backward_task import current_backward, is_in_backward
 from .boundary import ForwardCall
 from .controls import UnitControls
 from .countdown import Countdown
@@ -21,7 +22,7 @@ from .device import Event
 from .parameter_group import FsdpParameterGroup
 from .phase import UnitPhase, check_move
 from .policy import SchedulePolicy
-from .schedule import FsdpContext, current_backward, is_in_backward
+from .schedule import FsdpContext
 from .unit import Unit
 
 
@@ -117,8 +118,10 @@ class FsdpModule(UnitControls):
         """Return whether a backward of the unit is under way, or has left gradients behind."""
         return self._fsdp_phase is UnitPhase.BACKWARD or self._fsdp_countdown.has_begun
 
-    def _fsdp_weight_version(self) -> int:
-        return sum(group.num_steps for group in self._fsdp_groups)
+    def _fsdp_version(self) -> tuple[int, int]:
+        """Return what changes when weights are written, and when parameters are frozen or unfrozen."""
+        groups = self._fsdp_groups
+        return sum(group.num_steps for group in groups), sum(group.num_freezes for group in groups)
 
     def _fsdp_join(self, context: FsdpContext) -> None:
         """Move to a context that is still being built; called by that context."""
@@ -192,8 +195,8 @@ class FsdpModule(UnitControls):
         else:
             if self.is_root() and self._fsdp_phase is UnitPhase.FORWARD:
                 context.abandon_forward(self)
-            for group in self._fsdp_groups:
-                group.require_no_strays()
+            if any(group.has_strays for group in self._fsdp_groups):
+                context.refuse_strays()
             self._fsdp_enter(UnitPhase.FORWARD)
             self.unshard(prefetch="forward")
         self._fsdp_report("forward")
@@ -252,10 +255,16 @@ class FsdpModule(UnitControls):
                 "unsharded module."
             )
         if call not in self._fsdp_active_calls:
-            if call.version != self._fsdp_weight_version():
+            steps, freezes = self._fsdp_version()
+            if call.version[0] != steps:
                 raise RuntimeError(
                     f"backward of unit {self.name}: expected the weights of its forward, got weights that an optimizer "
-                    "has stepped since. Run backward before the step, or forward again after it."
+                    "has stepped, or somebody has written, since. Run backward before that, or forward again after it."
+                )
+            if call.version[1] != freezes:
+                raise RuntimeError(
+                    f"backward of unit {self.name}: expected the parameters that were trainable in its forward, got "
+                    "some that were frozen or unfrozen since. Do that before forward, or after backward."
                 )
             call.arm()
             self._fsdp_active_calls.append(call)
@@ -331,6 +340,17 @@ class FsdpModule(UnitControls):
     def _fsdp_report(self, operation: str) -> None:
         for group in self._fsdp_groups:
             group.report_compute(operation)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients as torch does, and those that units inside hold back without gradient sync."""
+        for unit in self._fsdp_units(recurse=True):
+            unit._fsdp_drop_held()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def _fsdp_drop_held(self) -> None:
+        for group in self._fsdp_groups:
+            if group.gradients is not None:
+                group.gradients.drop_held()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise RuntimeError(

@@ -76,6 +76,7 @@ def grad_norm(parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> tor
     among the parameters is reduced over, whether this rank has gradients there or not. Sums are kept in float64, so
     that the norm, and with it clipping, does not depend on how many ranks share the gradients.
     """
+    _require_reduced(parameters)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         buckets: dict[Any, tuple[list[dist.ProcessGroup], list[torch.Tensor]]] = {}
         for parameter in parameters:
@@ -94,6 +95,18 @@ def grad_norm(parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> tor
             total = torch.maximum(total, part) if is_max else total + part
         norm = total if is_max else total.pow(1.0 / norm_type)
         return norm if is_wide else norm.float()
+
+
+def _require_reduced(parameters: Sequence[torch.Tensor]) -> None:
+    """Refuse gradients of which a part waits on each rank; alike on all ranks, without communication."""
+    for parameter in parameters:
+        reference = getattr(parameter, "_fsdp_group", None)
+        group = None if reference is None else reference()
+        if group is not None and group.has_unreduced_gradients:
+            raise RuntimeError(
+                f"gradient norm of {group.name}: expected reduced gradients, got some that are held back on each rank. "
+                "Run the last backward with set_requires_gradient_sync(True)."
+            )
 
 
 def _reduction_groups(parameter: torch.Tensor) -> tuple[Any, list[dist.ProcessGroup]]:

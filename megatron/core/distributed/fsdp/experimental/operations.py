@@ -71,8 +71,13 @@ def is_reduction(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def is_attribute_of_elements(func: Any) -> bool:
     """Return whether a torch function reads an attribute that does not move elements, as ``.T`` does."""
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    return getattr(func, "__name__", "") == "__get__" and attribute not in _MOVING_ATTRIBUTES
+    return getattr(func, "__name__", "") == "__get__" and attribute_name(func) not in _MOVING_ATTRIBUTES
+
+
+def attribute_name(func: Any) -> str:
+    """Return which attribute a torch function reads or sets; empty for other functions."""
+    name: str = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name
 
 
 def gives_no_tensor(operation: str) -> bool:

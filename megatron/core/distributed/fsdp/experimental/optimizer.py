@@ -26,8 +26,11 @@ from .dtensor import FsdpDTensor, shard_dtensor
 from .elementwise import ElementwiseOnly
 from .parameter_group import FsdpParameterGroup
 
-_NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
-"""torch optimizers whose update of an element depends on elements that other ranks hold, or that need a closure."""
+_NOT_ELEMENTWISE = ("adafactor", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap", "sparseadam")
+"""Parts of the names of optimizers whose update of an element depends on others, or that need a closure."""
+
+_FUSED = frozenset({"FusedAdagrad", "FusedAdam", "FusedSGD"})
+"""Element-wise optimizers of Apex and TransformerEngine, whose kernels are not torch functions."""
 
 _NAMES = "fsdp_names"
 """Key of the parameters' names in a saved param_group: what groups are matched by at load."""
@@ -72,11 +75,11 @@ def _check_optimizer(optimizer: Any, precision_aware: bool) -> None:
     kind = type(optimizer).__name__
     if isinstance(optimizer, _FsdpOptimizer):
         raise RuntimeError(f"fully_shard_optimizer: expected an optimizer that is not adapted yet, got {kind}.")
-    names = {cls.__name__ for cls in type(optimizer).__mro__}
-    if refused := names & _NOT_ELEMENTWISE:
+    names = [cls.__name__ for cls in type(optimizer).__mro__]
+    if refused := [name for name in names if any(word in name.lower() for word in _NOT_ELEMENTWISE)]:
         raise ValueError(
             f"fully_shard_optimizer: expected an element-wise optimizer such as AdamW or SGD, got {kind}. "
-            f"{refused.pop()} needs whole tensors or a closure, which local shards cannot give it."
+            f"{refused[0]} needs whole tensors or a closure, which local shards cannot give it."
         )
     if "step" in vars(optimizer):
         raise RuntimeError(
@@ -126,6 +129,8 @@ class _FsdpOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as torch does, without asking every parameter's class for each access."""
+        optimizer: Any = self
+        optimizer._fsdp_step.drop_held()
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
@@ -144,10 +149,6 @@ def _make_step(cls: Any) -> Any:
     inherited = cls.step
     original = inherited.__wrapped__ if getattr(inherited, "hooked", False) else inherited
 
-    # Their rules are known, and a mode would cost host time in every operation.
-    is_known = cls.__module__.partition(".")[0] in ("torch", "transformer_engine", "apex", "megatron")
-    guard: Callable[[str], AbstractContextManager[Any]] = (lambda name: nullcontext()) if is_known else ElementwiseOnly
-
     def step(self: Any, closure: Any = None) -> None:
         """Update the main weights; the next forward makes the compute weights from them."""
         if closure is not None:
@@ -155,10 +156,18 @@ def _make_step(cls: Any) -> Any:
                 f"{type(self).__name__}.step: expected no closure, got one. A closure re-runs forward and backward "
                 "while the step holds local shards. Compute the loss before the step."
             )
-        with self._fsdp_step.lend_locals(self), guard(cls.__name__):
+        with self._fsdp_step.lend_locals(self) as shapes, _guard(cls, shapes):
             original(self)
 
     return step
+
+
+def _guard(cls: type, shapes: Callable[[], dict[int, Any]]) -> AbstractContextManager[Any]:
+    """Return what holds an optimizer of unknown making to element-wise rules; it costs host time in every operation."""
+    package = cls.__module__.partition(".")[0]
+    is_fused = package in ("apex", "transformer_engine") and cls.__name__ in _FUSED
+    is_known = is_fused or cls.__module__.startswith("torch.optim.")
+    return nullcontext() if is_known else ElementwiseOnly(cls.__name__, shapes())
 
 
 class _LocalStep:
@@ -176,28 +185,33 @@ class _LocalStep:
         """Take the groups behind the optimizer's parameters after these have changed."""
         self._groups = groups
 
+    def drop_held(self) -> None:
+        """Forget gradients that are held back without gradient sync."""
+        for group in self._groups:
+            if group.gradients is not None:
+                group.gradients.drop_held()
+
     def ensure_names(self) -> None:
         """Have parameters named by their place in the root, also before the first forward."""
         for group in self._groups:
             group.ensure_names()
 
     @contextmanager
-    def lend_locals(self, optimizer: Any) -> Iterator[None]:
+    def lend_locals(self, optimizer: Any) -> Iterator[Callable[[], dict[int, Any]]]:
         """Let the optimizer's param_groups and state speak of local tensors inside the block."""
+        held = [group.name for group in self._groups if group.has_unreduced_gradients]
+        if held:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: expected reduced gradients, got some that are held back on each "
+                f"rank for groups {held[:3]}. Run the last backward with set_requires_gradient_sync(True)."
+            )
         unfinished = [group.name for group in self._groups if not group.has_final_gradients]
         if unfinished:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step: expected gradients of all microbatches, got a last backward inside "
                 f"microbatch(context, is_last=False) for groups {unfinished[:3]}. Run the last one with is_last=True."
             )
-        contexts: dict[int, Any] = {}
-        for group in self._groups:
-            group.require_no_strays()
-            context = None if group.context is None else group.context()
-            if context is not None:
-                contexts[id(context)] = context
-        for context in contexts.values():
-            context.await_gathers()
+        self._settle()
         sharded = [param_group["params"] for param_group in optimizer.param_groups]
         state = optimizer.state
         with torch._C.DisableTorchFunctionSubclass():
@@ -208,12 +222,24 @@ class _LocalStep:
         for param_group, params in zip(optimizer.param_groups, lent, strict=True):
             param_group["params"] = params
         try:
-            yield
+            yield lambda: _shapes(sharded, lent)
         finally:
             for param_group, params in zip(optimizer.param_groups, sharded, strict=True):
                 param_group["params"] = params
             optimizer.state = state
             self._take_back(sharded, lent, state)
+
+    def _settle(self) -> None:
+        """Refuse gradients of unknown origin, and wait for gathers that still read what the step will write."""
+        contexts: dict[int, Any] = {}
+        for group in self._groups:
+            context = None if group.context is None else group.context()
+            if context is not None:
+                contexts[id(context)] = context
+                if group.has_strays:
+                    context.refuse_strays()
+        for context in contexts.values():
+            context.await_gathers()
 
     def _lend(self, parameter: Any, state: Any) -> Any:
         local = self._locals.get(parameter)
@@ -245,6 +271,17 @@ class _LocalStep:
                     state[parameter] = self._local_state[local]
         for group in self._groups:
             group.mark_main_weight_written()
+
+
+def _shapes(sharded: Any, lent: Any) -> dict[int, tuple[torch.Size, torch.Size]]:
+    """Return the logical and the local shape of every lent tensor and its gradient, by id."""
+    shapes: dict[int, tuple[torch.Size, torch.Size]] = {}
+    for params, local_params in zip(sharded, lent, strict=True):
+        for parameter, local in zip(params, local_params, strict=True):
+            for tensor in (local, local.grad):
+                if tensor is not None:
+                    shapes[id(tensor)] = (parameter.geometry.shape, local.shape)
+    return shapes
 
 
 def _cut_gradient(parameter: Any, grad: Any) -> torch.Tensor:
@@ -301,11 +338,28 @@ def _unwrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                     f"optimizer state {name!r} of parameter {key}: expected a DTensor as state_dict() gives it, got a "
                     f"plain tensor of shape {tuple(value.shape)}. Load what an adapted optimizer has saved."
                 )
+    groups = _matched_groups(optimizer, state_dict["param_groups"])
+    _check_cuts(optimizer, groups, state_dict["state"])
     state = {
         key: {name: _local(value) for name, value in item.items()} if isinstance(item, dict) else item
         for key, item in state_dict["state"].items()
     }
-    return {**state_dict, "state": state, "param_groups": _matched_groups(optimizer, state_dict["param_groups"])}
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _check_cuts(optimizer: Any, groups: Sequence[dict[str, Any]], state: dict[Any, Any]) -> None:
+    """Refuse state of parameters of another shape, or cut for another number of ranks."""
+    for param_group, group in zip(optimizer.param_groups, groups, strict=True):
+        for parameter, key in zip(param_group["params"], group["params"], strict=True):
+            for name, value in state.get(key, {}).items():
+                found = value.geometry if isinstance(value, FsdpDTensor) else None
+                ours = parameter.geometry
+                if found is not None and (found.shape, found.cut) != (ours.shape, ours.cut):
+                    raise ValueError(
+                        f"optimizer state {name} of {ours.fqn}: expected shape {tuple(ours.shape)} cut into "
+                        f"{ours.layout.num_shards}, got {tuple(found.shape)} cut into {found.layout.num_shards}. Load "
+                        "what the same model has saved on as many ranks."
+                    )
 
 
 def _matched_groups(optimizer: Any, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -55,7 +55,8 @@ class FsdpParameterGroup:
         on_requires_grad: called before a parameter is frozen or unfrozen, and may refuse; a weak method of the unit.
         context: the context of its unit, held weakly; None until the unit has one.
         values_checksum: of initial values that were computed after sharding; 0 if there were none.
-        num_steps: optimizer steps that the main weights have taken.
+        num_steps: how often the main weights have been stepped or written.
+        num_freezes: how often a parameter has been frozen or unfrozen.
     """
 
     def __init__(self, parameters: Sequence[OwnedParameter], options: GroupOptions, unit: str, index: int) -> None:
@@ -70,7 +71,7 @@ class FsdpParameterGroup:
         self._options = options
         self._is_stale = True
         self.has_final_gradients = True
-        self.num_steps = 0
+        self.num_steps = self.num_freezes = 0
         self.on_requires_grad: weakref.WeakMethod[Callable[[], None]] | None = None
         self.context: weakref.ref[GroupContext] | None = None
         compute_dtype = first.dtype
@@ -212,18 +213,10 @@ class FsdpParameterGroup:
         """Whether gradients of earlier backwards wait on this rank for a reduction."""
         return self.gradients is not None and self.gradients.has_unreduced
 
-    def require_no_strays(self) -> None:
-        """Raise if full parameters at rest have gradients, after dropping these.
-
-        Raises:
-            RuntimeError: they have; the unit's backward never began, or was over.
-        """
-        if self.gradients is not None and self.gradients.drop():
-            raise RuntimeError(
-                f"gradients of unit {self.name.rpartition('.')[0]}: expected all of them within the unit's own "
-                "backward, got some while its weights were released, and dropped them: a tensor left the unit's "
-                "forward by another way than its outputs. Return it, or keep it as an attribute of one of its modules."
-            )
+    @property
+    def has_strays(self) -> bool:
+        """Whether full parameters at rest have gradients: the unit's backward never began, or was over."""
+        return self.gradients is not None and self.gradients.has_strays
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze parameter `index`; called by the sharded parameter before it changes itself.
@@ -242,6 +235,12 @@ class FsdpParameterGroup:
         callback = None if self.on_requires_grad is None else self.on_requires_grad()
         if callback is not None:
             callback()
+        if self.has_unreduced_gradients:
+            raise RuntimeError(
+                f"requires_grad of {fqn} in unit {self.name.rpartition('.')[0]}: expected a change while no gradients "
+                "are held back, got some. Run a backward with set_requires_gradient_sync(True), or zero_grad()."
+            )
+        self.num_freezes += 1
         self.trainable[index] = requires_grad
         self.requires_grad = any(self.trainable)
         self.unsharded_parameters[index].requires_grad_(requires_grad)
@@ -290,9 +289,14 @@ class FsdpParameterGroup:
         """Whether main weights have been written since the compute weights were last made from them."""
         return self._is_stale
 
-    def mark_main_weight_written(self) -> None:
-        """Note that main weights have changed; the next unshard makes the compute weights from them."""
+    def mark_main_weight_written(self, is_certain: bool = False) -> None:
+        """Note that main weights have changed, or may have; the next unshard makes the compute weights from them.
+
+        Args:
+            is_certain: whether they change now, so that no earlier forward can have its backward any more.
+        """
         self._is_stale = True
+        self.num_steps += is_certain
 
     def sync_model_weight(self) -> None:
         """Make the sharded compute weights from the main weights, if these have been written."""

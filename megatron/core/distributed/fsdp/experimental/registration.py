@@ -30,6 +30,12 @@ def watch(modules: Iterable[nn.Module], unit: FsdpModule) -> None:
         _owners[module] = weakref.ref(unit)
 
 
+def unit_of(module: nn.Module) -> FsdpModule | None:
+    """Return the unit that a module belongs to."""
+    reference = _owners.get(module)
+    return None if reference is None else reference()
+
+
 def _install() -> None:
     global _is_installed
     if not _is_installed:
@@ -51,11 +57,13 @@ def _on_parameter(module: nn.Module, name: str, parameter: Any) -> None:
 def _on_module(module: nn.Module, name: str, added: Any) -> None:
     reference = _owners.get(module)
     unit = None if reference is None else reference()
-    if unit is None or added is None:
+    if reference is None or unit is None or added is None:
         return
     for inner, parameter in added.named_parameters():
         if not isinstance(parameter, FsdpDTensor):
             raise _refusal(unit, module, f"{name}.{inner}")
+    for inner_module in added.modules():
+        _owners.setdefault(inner_module, reference)
 
 
 def _refusal(unit: Any, module: nn.Module, name: str) -> RuntimeError:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 _PLAIN = frozenset("__get__ __hash__ dim is_floating_point numel size stride".split())
 
@@ -19,7 +19,7 @@ _PLAIN = frozenset("__get__ __hash__ dim is_floating_point numel size stride".sp
 class PendingScalar(DTensor):
     """A 0-d DTensor; every use of its value sums it over ranks first, so that all ranks must make that use.
 
-    Arithmetic gives replicated DTensors. `full_tensor()` returns the value as a plain tensor.
+    Operations give plain tensors, and so does `full_tensor()`.
     """
 
     @classmethod
@@ -53,7 +53,7 @@ def pend(result: DTensor) -> PendingScalar:
 def _valued(value: Any) -> Any:
     if isinstance(value, PendingScalar):
         with torch._C.DisableTorchFunctionSubclass():
-            return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+            return value.full_tensor()
     if isinstance(value, (tuple, list)):
         return type(value)(_valued(item) for item in value)
     return value

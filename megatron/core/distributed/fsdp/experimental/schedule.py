@@ -16,19 +16,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch.autograd import Variable
 
 from .agreement import UnitRecord, check_units
-from .device import Stream, current_stream, new_stream, profile_range
+from .backward_task import PostBackward, at_end_of_backward, current_backward, is_in_backward
+from .device import Stream, current_stream, new_stream, profile_range, random_state, set_random_state
 from .indexed_order import IndexedOrder
 from .initial_values import initialize_values
 from .reductions import ReductionQueue
 from .unit import Unit, find_roots, order_units
-
-_engine: Any = Variable._execution_engine
 
 
 class FsdpContext:
@@ -70,6 +67,7 @@ class FsdpContext:
         self.is_implicit = False
         self._is_finalized = False
         self.is_initializing = False
+        self._random_state: list[torch.Tensor] = []
         self._backward_tasks: set[int] = set()
         self.reductions = ReductionQueue()
 
@@ -96,12 +94,15 @@ class FsdpContext:
                 "`with` block has ended. Shard all units before the first forward, in one fully_shard_context()."
             )
         self._registered.append(module)
+        if not self._random_state and any(group.lacks_values for group in module.parameter_groups):
+            self._random_state = random_state(self.device)
         if record is not None:
             self._records[id(module)] = record
 
     def absorb(self, other: FsdpContext) -> None:
         """Take over the units of a context that has not been finalised."""
         assert not other._is_finalized
+        self._random_state = self._random_state or other._random_state
         for unit in other._registered:
             self.register_module(unit, other._records.get(id(unit)))
             unit._fsdp_join(self)
@@ -137,11 +138,16 @@ class FsdpContext:
         if self.is_initializing or not any(group.lacks_values for unit in units for group in unit.parameter_groups):
             return
         self.is_initializing = True
+        current = random_state(self.device)
         try:
+            # Data may be seeded by rank since: draw from where the generators stood when the first unit was sharded.
+            set_random_state(self.device, self._random_state)
             for root in find_roots(self._registered):
                 initialize_values(root, self.device)
         finally:
             self.is_initializing = False
+            if not all(torch.equal(old, new) for old, new in zip(self._random_state, current, strict=True)):
+                set_random_state(self.device, current)
 
     def ensure_finalized(self) -> None:
         """Finalise an implicit context; raise for an explicit one whose construction has not ended.
@@ -295,7 +301,7 @@ class FsdpContext:
         task = current_backward()
         if task not in self._backward_tasks:
             self._backward_tasks.add(task)
-            _engine.queue_callback(_PostBackward(weakref.ref(self), task))
+            at_end_of_backward(PostBackward(weakref.ref(self), task))
 
     def post_backward(self, task: int | None = None) -> None:
         """Close what a backward left open; at the end of the outermost one let compute see the reduced gradients.
@@ -333,9 +339,26 @@ class FsdpContext:
                 f"end of backward: expected every unit at rest, got units {active} still computing. "
                 "Report this with the model's structure."
             )
+        if any(group.has_strays for unit in self.forward_order for group in unit.parameter_groups):
+            self.refuse_strays()
+
+    def refuse_strays(self) -> None:
+        """Drop gradients of full parameters at rest and raise, naming their units.
+
+        Raises:
+            RuntimeError: always.
+        """
+        found = []
         for unit in self.forward_order:
             for group in unit.parameter_groups:
-                group.require_no_strays()
+                if group.gradients is not None and group.has_strays:
+                    group.gradients.drop()
+                    found.append(unit.name)
+        raise RuntimeError(
+            f"gradients of units {list(dict.fromkeys(found))}: expected them within the units' own backward, got some "
+            "while weights were released, and dropped them: a tensor left a unit's forward by another way than its "
+            "outputs. Return it, or keep it as an attribute of one of the unit's modules."
+        )
 
 
 @contextmanager
@@ -352,35 +375,3 @@ def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
         yield
     finally:
         context.is_last_microbatch = previous
-
-
-def current_backward() -> int:
-    """Return which backward this thread is executing; -1 for none."""
-    task: int = torch._C._current_graph_task_id()
-    return task
-
-
-def is_in_backward() -> bool:
-    """Return whether this thread is executing a backward, e.g. recomputing a forward for it."""
-    return current_backward() != -1
-
-
-class _PostBackward:
-    """Callback at the end of one backward; weak, so that the engine does not keep a context alive.
-
-    The engine drops the callback of a backward that failed, which brings the units to rest at once.
-    """
-
-    def __init__(self, context: weakref.ref[FsdpContext], task: int) -> None:
-        self._context = context
-        self._task = task
-
-    def __call__(self) -> None:
-        context = self._context()
-        if context is not None:
-            context.post_backward(self._task)
-
-    def __del__(self) -> None:
-        context = self._context()
-        if context is not None:
-            context.abandon_backward(self._task)
