@@ -12,6 +12,7 @@ import signal
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 import numpy as np
@@ -169,6 +170,10 @@ def encode_chunks(
         recipe: How to encode them.
         tokenizer: The one that the recipe names; a worker loads its own.
         num_workers: 1 encodes in this process.
+
+    Raises:
+        ValueError: As `Encoder.encode`.
+        RuntimeError: A worker has ended by itself.
     """
     if num_workers == 1:
         yield from map(Encoder(recipe, tokenizer).encode, chunks)
@@ -184,6 +189,11 @@ def encode_chunks(
                 yield _wait_for(pending.popleft())
         while pending:
             yield _wait_for(pending.popleft())
+    except BrokenProcessPool:
+        raise RuntimeError(
+            f"Workers: expected {num_workers} processes until the end of the text, got one that ended before for "
+            "--workers. See what it printed; if the host was short of memory, give fewer workers."
+        ) from None
     finally:
         executor.shutdown(cancel_futures=True)
 

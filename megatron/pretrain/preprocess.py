@@ -241,6 +241,7 @@ def preprocess(args: argparse.Namespace) -> dict[str, PairWriter]:
     Raises:
         ValueError: A document is wrong, or none has a token.
         FileExistsError: Another run has written the outputs meanwhile.
+        RuntimeError: A worker has ended by itself.
     """
     from megatron.core.datasets.indexed_dataset import DType
 

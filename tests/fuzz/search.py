@@ -35,7 +35,7 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """The first word of the text: race, loss, gradient, weight, error or ranks (which differ)."""
+        """The first word of the text: race, loss, gradient, weight, error, ranks (which differ) or batch."""
         return self.text.split(maxsplit=1)[0].rstrip(":")
 
 
@@ -87,12 +87,13 @@ def _run_batch(programs: Sequence[Program], bug: str | None) -> list[str | None]
     try:
         answers = run_ranks(programs[0].world_size, play, list(programs), bug, timeout_s=BATCH_TIMEOUT_S)
         return _merge(answers)
-    except AssertionError:
+    except AssertionError as error:
         outcomes: list[str | None] = []
         for program in programs:
             outcomes.append(run_program(program, bug=bug))
             if outcomes[-1] is not None:
-                break
+                return outcomes
+        outcomes[-1] = f"batch: no program fails alone, but from seed {programs[0].seed} on: {error}"
         return outcomes
 
 

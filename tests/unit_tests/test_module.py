@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -126,6 +126,11 @@ class _Output:
     other: Any = None
 
 
+class _Named(NamedTuple):
+    other: Any
+    hidden: torch.Tensor
+
+
 class _Structured(nn.Module):
     def __init__(self, wrap: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -142,6 +147,8 @@ STRUCTURES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch
     "list": (lambda t: [None, [t]], lambda out: out[1][0]),
     "dict": (lambda t: {"a": {"b": t}}, lambda out: out["a"]["b"]),
     "dataclass": (lambda t: _Output(t), lambda out: out.hidden),
+    "namedtuple": (lambda t: _Named(None, t), lambda out: out.hidden),
+    "partly_without_gradient": (lambda t: {"a": [t.detach(), (t, 3)], "b": None}, lambda out: out["a"][1][0]),
 }
 
 
@@ -448,7 +455,7 @@ def _deletion(how: str) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("how", ["after_step", "with_loss", "before_backward"])
+@pytest.mark.parametrize("how", ["after_step", "with_loss", "before_backward", "after_exception"])
 def test_pb114_deletion_frees_at_once(how: str) -> None:
     run_ranks(2, _deletion, how)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp.experimental import fully_shard_optimizer
-from tests.unit_tests.oracle import OPTIMIZERS, assert_at_rest, assert_same_on_all_ranks
+from tests.unit_tests.oracle import OPTIMIZERS, assert_at_rest, assert_same_on_all_ranks, full_gradients
 from tests.unit_tests.trace import CollectiveLog
 
 Step = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -69,11 +69,6 @@ def compare_training(
         one_process.step()
         one_process.assert_same_weights(model)
     return model
-
-
-def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the gathered gradients by name; every rank must call it."""
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:

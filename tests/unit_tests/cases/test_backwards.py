@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.unit_tests.cases.compare import assert_close, compare_training, full_gradients
+from tests.unit_tests.cases.compare import assert_close, compare_training
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
 from tests.unit_tests.models import Block, build, shard_layers
-from tests.unit_tests.oracle import assert_at_rest
+from tests.unit_tests.oracle import assert_at_rest, full_gradients
 from tests.unit_tests.trace import CollectiveLog
 
 
@@ -134,17 +134,21 @@ def test_pb086_two_losses_over_one_graph(clears_between: bool, optimizer: str) -
 
 def _retained_collectives() -> None:
     """Each backward over the retained graph reduces each unit once."""
-    model = shard_layers(_Chain(None))
-    loss = model(torch.ones(2, 6)).square().mean()
+    reference = _Chain(None)
+    model: Any = shard_layers(copy.deepcopy(reference))
+    batches = torch.randn(dist.get_world_size(), 4, 6, generator=torch.Generator().manual_seed(0))
+    loss = model(batches[dist.get_rank()]).square().mean()
     for retain_graph in (True, True, False):
         with CollectiveLog() as log:
             loss.backward(retain_graph=retain_graph)
         assert_at_rest(model)
         assert [entry[0] for entry in log.entries].count("reduce_scatter") == len(model.layers)
-    once = shard_layers(_Chain(None))
-    once(torch.ones(2, 6)).square().mean().backward()
-    for name, gradient in full_gradients(once).items():
-        assert_close(full_gradients(model)[name], 3 * gradient, name)
+    for batch in batches:
+        (3 * reference(batch).square().mean() / len(batches)).backward()
+    for name, gradient in full_gradients(model).items():
+        expected = reference.get_parameter(name).grad
+        assert expected is not None
+        assert_close(gradient, expected, name)
 
 
 def test_pb086_each_backward_reduces_once() -> None:

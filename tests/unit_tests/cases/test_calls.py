@@ -15,10 +15,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from megatron.core.distributed.fsdp.experimental import fully_shard_optimizer
-from tests.unit_tests.cases.compare import assert_close, compare_training, full_gradients
+from tests.unit_tests.cases.compare import assert_close, compare_training
 from tests.unit_tests.launch import run_ranks
 from tests.unit_tests.models import Block, shard_layers
-from tests.unit_tests.oracle import assert_at_rest
+from tests.unit_tests.oracle import assert_at_rest, full_gradients
 
 # --- PB-108 -----------------------------------------------------------------------------------------------------------
 

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp.experimental import MixedPrecisionPolicy, fully_shard
-from tests.unit_tests.cases.compare import assert_close, full_gradients
+from tests.unit_tests.cases.compare import assert_close
 from tests.unit_tests.cases.test_options import DDP_METHODS, OURS, _all_keywords
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
-from tests.unit_tests.models import build, shard_layers
-from tests.unit_tests.oracle import assert_at_rest
+from tests.unit_tests.models import build, loss_of, make_batch, shard_layers
+from tests.unit_tests.oracle import assert_at_rest, full_gradients
 
 
 def _second_derivative() -> None:
@@ -36,16 +37,18 @@ def _failed_backward() -> None:
     """A backward that raises leaves sharded parameters in the module, so that zero_grad() reaches their gradients."""
     plain: Any = build("mlp")
     model: Any = shard_layers(copy.deepcopy(plain))
-    x = torch.ones(2, 7)
-    loss = model(x).sum()
+    batches = [make_batch(plain, 4, seed=rank) for rank in range(dist.get_world_size())]
+    mine = batches[dist.get_rank()]
+    loss = loss_of(model, *mine)
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
     assert_at_rest(model)
     model.zero_grad()
     assert not full_gradients(model)
-    model(x).sum().backward()
-    plain(x).sum().backward()
+    loss_of(model, *mine).backward()
+    for batch in batches:
+        (loss_of(plain, *batch) / len(batches)).backward()
     for name, parameter in plain.named_parameters():
         assert_close(full_gradients(model)[name], parameter.grad, name)
 
