@@ -146,7 +146,7 @@ def _two_groups() -> None:
     """Ranks 0 and 1 train one model, 2 and 3 another."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = dist.get_rank() // 2
-    mesh = DeviceMesh.from_group(groups[pair], "cpu", mesh_dim_names=("dp",))
+    mesh = DeviceMesh.from_group(groups[pair], DEVICE, mesh_dim_names=("dp",))
     with fully_shard_context(DEVICE):
         model = fully_shard(build(("mlp", "one_element")[pair]), mesh)
     model(torch.ones(1, model.in_features)).sum().backward()
@@ -247,7 +247,7 @@ def test_checksum_of_several_chunks() -> None:
 def _backend_times_out() -> str:
     """Rank 1 does not run the unit; its process group gives up after two seconds."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    mesh = DeviceMesh.from_group(group, DEVICE, mesh_dim_names=("dp",))
     with fully_shard_context(DEVICE):
         model = fully_shard(build("mlp"), mesh)
     message = ""

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp.experimental import SchedulePolicy, fully_shard
 from tests.unit_tests.cases.compare import compare_training
-from tests.unit_tests.launch import run_ranks
+from tests.unit_tests.launch import DEVICE, run_ranks
 from tests.unit_tests.models import Block
 from tests.unit_tests.oracle import assert_at_rest
 
@@ -71,7 +71,7 @@ def _autocast(around: str) -> None:
     batches = torch.randn(dist.get_world_size(), 4, 6, generator=torch.Generator().manual_seed(0))
 
     def run(module: Any, batch: torch.Tensor, share: int) -> None:
-        context = torch.autocast("cpu", torch.bfloat16)
+        context = torch.autocast(DEVICE, torch.bfloat16)
         with context:
             loss = module(batch).square().sum() / share
             if around == "both":
