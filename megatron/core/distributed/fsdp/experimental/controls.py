@@ -20,6 +20,8 @@ from .unit import Unit
 
 Direction = Literal["forward", "backward"]
 
+_OWN_ATTRIBUTES = frozenset({"backward_task", "unshard_event"})
+
 
 class UnitControls:
     """Settings of one unit; a base class of `FsdpModule`."""
@@ -28,6 +30,13 @@ class UnitControls:
     _fsdp_policy: SchedulePolicy
     _fsdp_reduces: bool
     _fsdp_prefetch: dict[Direction, list[weakref.ref[Unit]]]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A module looks at every attribute for parameters and modules, which ours are not: several times a step.
+        if name in _OWN_ATTRIBUTES or name.startswith("_fsdp_"):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def schedule_policy(self) -> SchedulePolicy:
