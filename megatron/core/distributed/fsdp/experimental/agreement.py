@@ -78,12 +78,16 @@ def record_unit(owned: Sequence[OwnedParameter], options: GroupOptions, register
     ]
     checksum = torch.zeros((), dtype=torch.int64, device=options.device)
     for item in owned:
-        kind = "trainable" if item.parameter.requires_grad else "frozen"
+        kind = _kind(item.parameter.requires_grad)
         facts.append((f"parameter {item.fqn}", f"{tuple(item.parameter.shape)} {item.parameter.dtype} {kind}"))
         if not item.parameter.is_meta:
             checksum = checksum * MULTIPLIER + checksum_of(item.parameter).to(options.device)
     groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
     return UnitRecord(tuple(facts), groups, checksum)
+
+
+def _kind(is_trainable: bool) -> str:
+    return "trainable" if is_trainable else "frozen"
 
 
 def check_units(units: Sequence[tuple[Unit, UnitRecord]], device: torch.device) -> None:
@@ -112,15 +116,22 @@ def _as_it_is_now(unit: Unit, record: UnitRecord) -> UnitRecord:
     """Return the record with what may have been set, and computed, since the unit was sharded."""
     checksum = record.checksum
     targets = [unit.prefetch_targets(way) for way in _DIRECTIONS]
-    facts = (
-        ("trainable parameters", repr([group.trainable for group in unit.parameter_groups])),
+    settings = (
         ("schedule_policy", repr(unit.schedule_policy)),
         ("requires_gradient_sync", repr(unit.reduces_gradients)),
         ("prefetch", repr([None if named is None else [item.name for item in named] for named in targets])),
     )
+    kinds = {
+        f"parameter {fqn}": _kind(is_trainable)
+        for group in unit.parameter_groups
+        for fqn, is_trainable in zip(group.fqns, group.trainable, strict=True)
+    }
+    facts = [
+        (what, f"{value.rpartition(' ')[0]} {kinds[what]}" if what in kinds else value) for what, value in record.facts
+    ]
     for group in unit.parameter_groups:
         checksum = checksum * MULTIPLIER + group.values_checksum
-    return replace(record, facts=(*record.facts, *facts), checksum=checksum)
+    return replace(record, facts=(*settings, *facts), checksum=checksum)
 
 
 def _number_models(units: Sequence[tuple[Unit, UnitRecord]]) -> None:

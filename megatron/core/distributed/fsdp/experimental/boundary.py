@@ -152,6 +152,9 @@ class ForwardCall:
                 is_needed = True
                 self._outputs.append(tensor.grad_fn)
                 hook = _OutputHook(self)
+                inner = getattr(tensor, "_fsdp_output_hook", None)
+                if inner is not None:
+                    inner.outer = hook
                 self._hook_producer(tensor, hook)
                 if is_final:
                     any_tensor: Any = tensor
@@ -270,8 +273,12 @@ class _OutputHook:
     def __init__(self, call: ForwardCall) -> None:
         self._call = call
         self.consumer: _InputHook | None = None
+        self.outer: _OutputHook | None = None
 
     def __call__(self, gradients: Any) -> None:
+        if self.outer is not None:
+            # A unit around ours returned our output as it is: who uses it, and that unit, come first, as elsewhere.
+            self.outer(gradients)
         if self.consumer is not None:
             self.consumer()
         self._call.output_ready()
