@@ -10,6 +10,7 @@ must be equal to TOLERANCE: torch 2.11 differs from 2.13 by one last digit in 50
 """
 
 import json
+import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import yaml
 
 from .launch_script import Run, launch_once
 
+CPU_INFO = Path("/proc/cpuinfo")
 CASES = Path(__file__).parent / "test_cases" / "gpt"
 TOLERANCE = 1e-5
 
@@ -40,7 +42,15 @@ def environment() -> dict[str, str]:
     return {
         "torch": torch.__version__.split("+")[0],
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu": _cpu_model(),
     }
+
+
+def _cpu_model() -> str:
+    """Return the processor's name: two of one capability may round a last digit differently."""
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def read_golden(name: str) -> dict[str, Any]:

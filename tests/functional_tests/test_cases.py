@@ -6,7 +6,7 @@ import pytest
 
 from .golden import case_names, compare, environment, read_golden, run_case
 
-HERE = {"torch": "2.13.0", "cpu_capability": "AVX512"}
+HERE = {"torch": "2.13.0", "cpu_capability": "AVX512", "cpu": "a model"}
 
 
 @pytest.mark.parametrize("name", case_names())

@@ -70,7 +70,7 @@ def _train(
 def _first_step(**options: Any) -> list[str]:
     """Return the first forward and backward as words like AG0 F0 free0; layers by number, r is the root.
 
-    The root returns the last layer's output, so that layer's backward is announced before the root's.
+    The root returns the last layer's output, but its backward is announced before that layer's.
     """
     trace = Trace()
     with observe(trace):
@@ -101,7 +101,7 @@ def test_prefetching_schedule() -> None:
         words
         == (
             "AGr AG0 Fr AG1 F0 free0 AG2 F1 free1 F2 free2 "
-            "AG2 AG1 B2 Br pack2 RS2 free2 AG0 B1 pack1 RS1 free1 B0 freegrad2 pack0 RS0 free0 "
+            "AG2 Br AG1 B2 pack2 RS2 free2 AG0 B1 pack1 RS1 free1 B0 freegrad2 pack0 RS0 free0 "
             "freegrad1 packr RSr freer freegrad0 freegradr"
         ).split()
     )
@@ -114,7 +114,7 @@ def test_schedule_without_prefetch() -> None:
         words
         == (
             "AGr Fr AG0 F0 free0 AG1 F1 free1 AG2 F2 free2 freer "
-            "AG2 B2 AGr Br pack2 RS2 free2 AG1 B1 pack1 RS1 free1 AG0 B0 freegrad2 pack0 RS0 free0 "
+            "AGr Br AG2 B2 pack2 RS2 free2 AG1 B1 pack1 RS1 free1 AG0 B0 freegrad2 pack0 RS0 free0 "
             "freegrad1 packr RSr freer freegrad0 freegradr"
         ).split()
     )
