@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 
 from tests.fuzz.bugs import BUGS
 from tests.fuzz.generate import generate
@@ -28,28 +29,30 @@ def main() -> int:
     else:
         seeds = range(arguments.seed, arguments.seed + arguments.programs)
         programs = [generate(seed, known=arguments.known) for seed in seeds]
-    count = 0
+    count = num_wrong = 0
     start = time.monotonic()
 
-    def tell(more: int) -> None:
-        nonlocal count
-        count += more
-        print(f"\r{count} of {len(programs)} programs, {time.monotonic() - start:.0f} s", end="", file=sys.stderr)
+    def tell(outcomes: Sequence[str | None]) -> None:
+        nonlocal count, num_wrong
+        count += len(outcomes)
+        num_wrong += sum(outcome is not None for outcome in outcomes)
+        seconds = time.monotonic() - start
+        print(f"\r{count} of {len(programs)} programs, {num_wrong} wrong, {seconds:.0f} s", end="", file=sys.stderr)
 
     failures = find_failures(programs, bug=arguments.bug, max_failures=arguments.max_failures, on_progress=tell)
+    seconds = time.monotonic() - start
     print(file=sys.stderr)
     for failure in failures:
         _report(failure, arguments)
     first = min((failure.program.seed for failure in failures), default=None)
-    seconds = time.monotonic() - start
-    print(f"{count} programs from seed {programs[0].seed}: {len(failures)} wrong, first {first}, {seconds:.0f} s")
+    print(f"{count} programs from seed {programs[0].seed}: {num_wrong} wrong, first {first}, {seconds:.0f} s")
     return 1 if failures else 0
 
 
 def _report(failure: Failure, arguments: argparse.Namespace) -> None:
     options = "".join(f" --known {name}" for name in arguments.known)
     options += f" --bug {arguments.bug}" if arguments.bug else ""
-    print(f"\nseed {failure.program.seed}: {failure.text}")
+    print(f"\nseed {failure.program.seed}: {failure.text}", flush=True)
     if arguments.program is None:
         print(f"replay: python -m tests.fuzz --seed {failure.program.seed}{options}")
     smallest = shrink(failure, bug=arguments.bug, max_tries=arguments.shrink)
@@ -64,7 +67,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--program", help="a program as JSON, in place of seeds")
     parser.add_argument("--bug", choices=sorted(BUGS), help="plant a bug in the runtime")
     parser.add_argument("--known", action="append", default=[], choices=sorted(KNOWN), help="include a known failure")
-    parser.add_argument("--max-failures", type=int, default=3, help="stop a world size after so many")
+    parser.add_argument("--max-failures", type=int, default=5, help="stop after so many")
     parser.add_argument("--shrink", type=int, default=200, help="programs tried to make a failure smaller; 0 for none")
     return parser.parse_args()
 

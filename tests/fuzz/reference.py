@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.fuzz.model import Tape, build_roots, unit_modules
+from tests.fuzz.model import Bundle, Pair, Tape, build_roots, unit_modules
 from tests.fuzz.play import MAX_NORM, OPTIMIZERS, SCALE, Player, Record
 from tests.fuzz.program import Leaf, Program, Step, cells_and_leaves
 from tests.fuzz.sharded import POLICIES, named
@@ -38,16 +38,17 @@ class _Participation:
             self._active.add(unit)
 
         def watch(value: Any) -> Any:
-            # A view's gradient is this call's own, where an output is an input.
             if isinstance(value, torch.Tensor):
-                if not value.requires_grad:
+                # The first forward of a reentrant checkpoint records nothing.
+                if not value.requires_grad or not torch.is_grad_enabled():
                     return value
+                # A view's gradient is this call's own, where an output is an input.
                 view = value.view_as(value)
                 view.register_hook(see)
                 return view
             if isinstance(value, dict):
                 return {key: watch(item) for key, item in value.items()}
-            if hasattr(value, "aux"):
+            if isinstance(value, (Bundle, Pair)):
                 return type(value)(watch(value.x), watch(value.aux))
             return type(value)(watch(item) for item in value) if isinstance(value, (tuple, list)) else value
 

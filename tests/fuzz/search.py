@@ -45,37 +45,39 @@ def find_failures(
     bug: str | None = None,
     max_failures: int | None = None,
     batch_size: int = BATCH_SIZE,
-    on_progress: Callable[[int], None] = lambda count: None,
+    on_progress: Callable[[Sequence[str | None]], None] = lambda outcomes: None,
 ) -> list[Failure]:
     """Run programs, each world size in a thread of its own, and return those that failed.
 
     Args:
         programs: what to run.
         bug: key of `bugs.BUGS` to plant in the runtime, or None.
-        max_failures: how many failures of one world size are enough to stop it.
+        max_failures: how many failures are enough to stop.
         batch_size: programs per call of the workers.
-        on_progress: told how many programs have just been run.
+        on_progress: told what came of the programs that have just been run, in any thread.
     """
     by_world: dict[int, list[Program]] = {}
     for program in programs:
         by_world.setdefault(program.world_size, []).append(program)
 
-    def search(world_size: int) -> list[Failure]:
-        found: list[Failure] = []
-        waiting = by_world[world_size]
+    found: list[Failure] = []
+
+    def search(waiting: Sequence[Program]) -> None:
         while waiting and (max_failures is None or len(found) < max_failures):
             outcomes = _run_batch(waiting[:batch_size], bug)
-            found += [Failure(p, text) for p, text in zip(waiting, outcomes, strict=False) if text is not None]
+            found.extend(Failure(p, text) for p, text in zip(waiting, outcomes, strict=False) if text is not None)
             waiting = waiting[len(outcomes) :]
-            on_progress(len(outcomes))
-        return found
+            on_progress(outcomes)
 
     with ThreadPoolExecutor(max(1, len(by_world))) as threads:
-        return [failure for found in threads.map(search, sorted(by_world)) for failure in found]
+        list(threads.map(search, by_world.values()))
+    return sorted(found, key=lambda failure: failure.program.seed)
 
 
 def run_program(program: Program, *, bug: str | None = None) -> str | None:
     """Run one program; return what went wrong, or None."""
+    # New workers take a while to start, which is no part of the program's time.
+    run_ranks(program.world_size, play, [], None, timeout_s=BATCH_TIMEOUT_S)
     try:
         return _merge(run_ranks(program.world_size, play, [program], bug, timeout_s=SINGLE_TIMEOUT_S))[0]
     except AssertionError as error:
@@ -84,6 +86,8 @@ def run_program(program: Program, *, bug: str | None = None) -> str | None:
 
 def _run_batch(programs: Sequence[Program], bug: str | None) -> list[str | None]:
     """Run programs of one world size up to the first that raises; return their outcomes, at least one."""
+    if len(programs) == 1:
+        return [run_program(programs[0], bug=bug)]
     try:
         answers = run_ranks(programs[0].world_size, play, list(programs), bug, timeout_s=BATCH_TIMEOUT_S)
         return _merge(answers)

@@ -23,7 +23,7 @@ def test_random_programs_equal_one_process() -> None:
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(bug: str) -> None:
     programs = [generate(seed) for seed in range(MAX_PROGRAMS_TO_FIND_A_BUG)]
-    assert find_failures(programs, bug=bug, max_failures=1), bug
+    assert find_failures(programs, bug=bug, max_failures=1, batch_size=5), bug
 
 
 def test_programs_can_be_replayed() -> None:
