@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -74,10 +75,16 @@ def test_outputs_edited_in_place(name: str) -> None:
     run_ranks(2, _edited_outputs, name)
 
 
+@dataclass
+class _Tape:
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+
 KEEPS: dict[str, Callable[[torch.Tensor], Any]] = {
     "attribute": lambda hidden: hidden.square().mean(),
     "list": lambda hidden: [hidden.square().mean()],
     "mapping": lambda hidden: {"loss": hidden.square().mean()},
+    "dataclass": lambda hidden: _Tape([hidden.square().mean()]),
 }
 
 
@@ -99,6 +106,8 @@ def _kept(name: str, with_output: bool) -> None:
 
 
 def _values(kept: Any) -> Any:
+    if isinstance(kept, _Tape):
+        return kept.losses
     return kept.values() if isinstance(kept, dict) else kept
 
 
@@ -106,6 +115,45 @@ def _values(kept: Any) -> Any:
 @pytest.mark.parametrize("name", KEEPS)
 def test_tensors_kept_in_attributes(name: str, with_output: bool) -> None:
     run_ranks(2, _kept, name, with_output)
+
+
+class _Recorder(nn.Module):
+    """Keeps a loss of its own on a tape that is shared with the modules inside, before and after it calls them."""
+
+    def __init__(self, tape: _Tape, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.tape, self.inner, self.up = tape, inner, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x).tanh()
+        self.tape.losses.append(x.square().mean())
+        y: torch.Tensor = x if self.inner is None else x + self.inner(x)
+        self.tape.losses.append((x * y).mean())
+        return y
+
+
+def _shared_tape(used: tuple[int, ...]) -> None:
+    """Whose kept tensor it is does not depend on who else can see it: no other unit computes gradients for it."""
+    torch.manual_seed(0)
+    tape = _Tape()
+    reference = _Recorder(tape, _Recorder(tape))
+    model = _Recorder(tape, _Recorder(tape))
+    model.load_state_dict(reference.state_dict())
+    fully_shard(model.inner)
+    fully_shard(model)
+
+    def step(module: Any, batch: torch.Tensor) -> None:
+        tape.losses.clear()
+        module(batch)
+        sum(tape.losses[index] for index in used).backward()
+
+    compare_gradients(model, reference, step)
+    assert all((parameter.grad is not None) == (used != (0,)) for parameter in model.inner.parameters())
+
+
+@pytest.mark.parametrize("used", [(0,), (0, 2), (1, 3), (0, 1, 2, 3)])
+def test_tensors_kept_where_several_units_can_see_them(used: tuple[int, ...]) -> None:
+    run_ranks(2, _shared_tape, used)
 
 
 def _captured(with_output: bool) -> None:

@@ -60,6 +60,7 @@ class ForwardCall:
         self._outer: weakref.ref[ForwardCall] | None = None
         self.is_closed = False
         self.closed_in = -1
+        self._first_node: int = torch._C._autograd._get_sequence_nr()
         self._inputs: list[Any] = []
         self._outputs: list[Any] = []
         self._passing: list[torch.Tensor] = []
@@ -72,6 +73,10 @@ class ForwardCall:
     def num_inputs(self) -> int:
         """Tensors among the inputs that need a gradient."""
         return len(self._inputs)
+
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's last operation was recorded since this call began."""
+        return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._first_node
 
     def watch_inputs(self, value: Any) -> Any:
         """Return arguments with every tensor that needs a gradient watched, which may mean a view in its place.

@@ -6,8 +6,8 @@ They watch the tensors that go in and out and call the unit's points; they decid
 
 [Note: tensors that leave a forward by another way]
 A unit's backward begins at its outputs. A tensor that is kept elsewhere and used in a loss leads into the unit, too.
-Tensors left in attributes of the unit's modules (an auxiliary loss, attention weights), or put into a list or mapping
-that was passed in, are found after the forward, and outputs of inner modules on which somebody has registered a forward
+Tensors left in attributes of the unit's modules (an auxiliary loss, attention weights), in lists, mappings and
+dataclasses there, or in one that was passed in, are found after the forward, and outputs of inner modules on which somebody has registered a forward
 hook are watched, since such hooks often keep them.
 Any other way is noticed at the end of the backward, at the latest.
 """
@@ -19,6 +19,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def _post_forward(unit: Any, args: Any, output: Any) -> Any:
     if call is not None and torch.is_grad_enabled():
         output = call.pass_on(output)
         needs_backward = call.watch_outputs(output)
-        for kept in (*call.added_tensors(), *_kept_tensors(unit)):
+        for kept in (*call.added_tensors(), *_kept_tensors(unit, call)):
             needs_backward = call.watch_outputs(kept) or needs_backward
     if call is not None:
         call.close_forward()
@@ -165,14 +166,14 @@ def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.")
 
 
-def _kept_tensors(unit: Any) -> Iterator[torch.Tensor]:
-    """Yield tensors with a history that a forward has left in attributes of the unit's modules."""
+def _kept_tensors(unit: Any, call: ForwardCall) -> Iterator[torch.Tensor]:
+    """Yield the tensors of `call` that its forward has left in attributes of the unit's modules."""
     for module in (unit, *unit._fsdp_keepers):
         for name, value in vars(module).items():
             if name in _MODULE_ATTRIBUTES or name.startswith("_fsdp_"):
                 continue
             for tensor in _tensors_near(value):
-                if tensor.requires_grad and tensor.grad_fn is not None and not hasattr(tensor, "_fsdp_output_hook"):
+                if call.has_made(tensor) and not hasattr(tensor, "_fsdp_output_hook"):
                     yield tensor
 
 
@@ -183,6 +184,9 @@ def _tensors_near(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
     elif depth and isinstance(value, (list, tuple, dict)) and len(value) <= _MAX_KEPT:
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors_near(item, depth - 1)
+    elif depth and is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors_near(getattr(value, field.name), depth - 1)
 
 
 def _watch_hooked_modules(unit: Any) -> None:
