@@ -7,8 +7,8 @@ They watch the tensors that go in and out and call the unit's points; they decid
 [Note: tensors that leave a forward by another way]
 A unit's backward begins at its outputs. A tensor that is kept elsewhere and used in a loss leads into the unit, too.
 Tensors left in attributes of the unit's modules (an auxiliary loss, attention weights), in lists, mappings and
-dataclasses there, or in one that was passed in, are found after the forward, and outputs of inner modules on which somebody has registered a forward
-hook are watched, since such hooks often keep them.
+dataclasses there or in one that was passed in, are found after the forward, and outputs of inner modules on which
+somebody has registered a forward hook are watched, since such hooks often keep them.
 Any other way is noticed at the end of the backward, at the latest.
 """
 
