@@ -140,6 +140,56 @@ def test_inputs_kept_on_one_rank() -> None:
     run_ranks(2, _kept_input_on_one_rank)
 
 
+class _WithAux(nn.Module):
+    """Gives an output and a loss that is computed from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.a(x).tanh()
+        return y, y.square().mean()
+
+
+class _OptionalMiddle(nn.Module):
+    """Between two units lies a layer of the root's that one rank leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = _WithAux(), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, aux = self.first(x)
+        loss: torch.Tensor = self.last(y if self.skips else self.middle(y)).square().sum() + aux
+        return loss
+
+
+def _second_output() -> None:
+    """The unit that uses an output ends before the one that made it begins, also where that has used it itself."""
+    torch.manual_seed(0)
+    reference = _OptionalMiddle()
+    model = copy.deepcopy(reference)
+    fully_shard(model.first)
+    fully_shard(model.last)
+    fully_shard(model)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = torch.randn(world_size, 4, 6, generator=torch.Generator().manual_seed(0))
+    for index, batch in enumerate(batches):
+        reference.skips = index == 1
+        (reference(batch) / world_size).backward()
+    model.skips = rank == 1
+    model(batches[rank]).backward()
+    assert_at_rest(model)
+    for name, gradient in full_gradients(model).items():
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_pb073_layer_left_out_behind_a_unit_with_two_outputs() -> None:
+    run_ranks(2, _second_output)
+
+
 WRITES: dict[str, Callable[[Any], None]] = {
     "plain_step": lambda m: torch.optim.SGD(m.parameters(), 0.5).step(),
     "in_place": lambda m: [p.mul_(3) for p in m.parameters()] and None,

@@ -82,8 +82,7 @@ class ForwardCall:
         """Return arguments with every tensor that needs a gradient watched, which may mean a view in its place.
 
         A hook on an input itself would wait for the gradients of everything that uses it; a view's gradient is this
-        call's own. An output of another unit that nothing else has used yet is left as it is: that unit's own hook
-        tells us first and goes on after, so that our weights are released before it gathers further ones.
+        call's own, and known before the unit that made the input begins: our weights are released before it gathers.
 
         Args:
             value: the positional arguments, a tuple, or the keyword arguments, a dict.
@@ -125,12 +124,6 @@ class ForwardCall:
             yield from (tensor for tensor in tensors_in(value) if id(tensor) not in known)
 
     def _watch_input(self, tensor: Any) -> torch.Tensor:
-        producer = getattr(tensor, "_fsdp_output_hook", None)
-        if producer is not None and producer.consumer is None:
-            producer.consumer = _InputHook(weakref.ref(self), self._number(tensor))
-            self._passing.append(tensor)
-            watched: torch.Tensor = tensor
-            return watched
         view: torch.Tensor = tensor.view_as(tensor)
         self._passing.append(view)
         self._hook(view)
@@ -266,7 +259,7 @@ class _InputHook:
         self._call = call
         self._number = number
 
-    def __call__(self, grad: Any = None) -> None:
+    def __call__(self, grad: Any) -> None:
         call = self._call()
         if call is not None:
             call.input_ready(self._number)
@@ -277,15 +270,12 @@ class _OutputHook:
 
     def __init__(self, call: ForwardCall) -> None:
         self._call = call
-        self.consumer: _InputHook | None = None
         self.outer: _OutputHook | None = None
 
     def __call__(self, gradients: Any) -> None:
         if self.outer is not None:
-            # A unit around ours returned our output as it is: who uses it, and that unit, come first, as elsewhere.
+            # A unit around ours returned our output as it is: that unit comes first, as elsewhere.
             self.outer(gradients)
-        if self.consumer is not None:
-            self.consumer()
         self._call.output_ready()
 
     def __reduce__(self) -> Any:
