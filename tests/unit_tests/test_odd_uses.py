@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.core.distributed.fsdp.experimental import (
+    SchedulePolicy,
     clip_grad_norm_,
     fully_shard,
     fully_shard_context,
@@ -171,9 +172,8 @@ def _second_output() -> None:
     torch.manual_seed(0)
     reference = _OptionalMiddle()
     model = copy.deepcopy(reference)
-    fully_shard(model.first)
-    fully_shard(model.last)
-    fully_shard(model)
+    for module in (model.first, model.last, model):
+        fully_shard(module, schedule_policy=SchedulePolicy(backward_prefetch_units=0))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = torch.randn(world_size, 4, 6, generator=torch.Generator().manual_seed(0))
     for index, batch in enumerate(batches):
