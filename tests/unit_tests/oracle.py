@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp.experimental import (
     FsdpModule,
@@ -28,6 +29,7 @@ from tests.unit_tests.trace import CollectiveLog
 SAMPLES_PER_RANK = 4
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
 }
 
@@ -45,6 +47,7 @@ class Recipe:
     dtype: torch.dtype = torch.float32
     device: str = DEVICE
     policy: MixedPrecisionPolicy | None = None
+    mesh: tuple[int, ...] | None = None
     context: dict[str, Any] = field(default_factory=dict)
     shard: dict[str, Any] = field(default_factory=dict)
 
@@ -98,8 +101,9 @@ def run_sharded(recipe: Recipe) -> Run:
     """Train on this rank's share with FSDP; check the resting state and the collective log after every step."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build(recipe.model).to(recipe.device, recipe.dtype)
+    mesh = None if recipe.mesh is None else init_device_mesh(recipe.device, recipe.mesh)
     with fully_shard_context(recipe.device, **recipe.context) as context:
-        shard_layers(model, mixed_precision_policy=recipe.policy, **recipe.shard)
+        shard_layers(model, mesh=mesh, mixed_precision_policy=recipe.policy, **recipe.shard)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = fully_shard_optimizer(OPTIMIZERS[recipe.optimizer](trainable))
     losses, norms = [], []
@@ -169,10 +173,11 @@ def assert_at_rest(model: Any) -> None:
         assert not unit._fsdp_countdown.has_begun and not unit._fsdp_has_told, unit.name
         assert not unit._fsdp_active_calls and unit._fsdp_open_call is None, unit.name
         for group in unit.parameter_groups:
-            assert group.full_weight.local.untyped_storage().nbytes() == 0, group.name
+            assert not (group.gathers and group.full_weight.has_storage), group.name
             if group.gradients is not None:
-                for buffer in (group.gradients.full, group.gradients.unreduced, group.gradients.reduced):
-                    assert buffer.local.untyped_storage().nbytes() == 0, buffer.name
+                at = group.gradients.at
+                for buffer in (at.full, at.reduced, at.sliced):
+                    assert buffer is None or not buffer.has_storage, buffer.name
                 assert all(parameter.grad is None for parameter in group.unsharded_parameters)
     assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Partial, Replicate
 
 from megatron.core.distributed.fsdp.experimental import DBuffer, Flat, collectives
 from megatron.core.distributed.fsdp.experimental.allocator import ResizingAllocator
-from megatron.core.distributed.fsdp.experimental.dbuffer import _merged_shard
-from megatron.core.distributed.fsdp.experimental.layout import plan_layout
+from megatron.core.distributed.fsdp.experimental.layout import GroupLayout, plan_layout
+from megatron.core.distributed.fsdp.experimental.shard_mesh import ShardMesh
 from tests.unit_tests.launch import DEVICE, run_ranks, run_ranks_expecting
 
 SHAPES = [(5, 3), (4,), (2, 3, 2), (1, 7)]
@@ -28,16 +28,20 @@ def _tensors(rank: int = 0) -> list[torch.Tensor]:
 
 
 def _buffer(placement: Any, *, dtype: torch.dtype = torch.float32, transient: bool = False) -> DBuffer:
-    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    mesh = ShardMesh(init_device_mesh(DEVICE, (dist.get_world_size(),)))
     layout = plan_layout(SHAPES, dist.get_world_size())
-    allocator = ResizingAllocator() if transient else None
-    return DBuffer(layout, mesh, [placement], dtype=dtype, device=HERE, name="test", allocator=allocator)
+    return _make(layout, mesh, [placement], dtype=dtype, is_transient=transient)
+
+
+def _make(layout: GroupLayout, mesh: ShardMesh, placements: Any, **options: Any) -> DBuffer:
+    settings = {"dtype": torch.float32, "device": HERE, "name": "test", "allocator": ResizingAllocator()}
+    return DBuffer(layout, mesh, placements, **{**settings, **options})
 
 
 def _gather_round_trip() -> None:
-    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    mesh = ShardMesh(init_device_mesh(DEVICE, (dist.get_world_size(),)))
     layout = plan_layout(SHAPES, dist.get_world_size())
-    shards = DBuffer(layout, mesh, [Flat()], dtype=torch.float32, device=HERE, name="shards")
+    shards = _make(layout, mesh, [Flat()], name="shards")
     for index, tensor in enumerate(_tensors()):
         shards.distribute(index, tensor)
     full = _buffer(Replicate(), transient=True)
@@ -135,8 +139,8 @@ def _mismatched_dtype() -> None:
 
 
 def _wrong_placements() -> None:
-    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    DBuffer(plan_layout(SHAPES, 7), mesh, [Flat()], dtype=torch.float32, device=HERE, name="bad")
+    mesh = ShardMesh(init_device_mesh(DEVICE, (dist.get_world_size(),)))
+    _make(plan_layout(SHAPES, 7), mesh, [Flat()], name="bad")
 
 
 def _bad_reduction() -> None:
@@ -157,29 +161,83 @@ def test_bad_arguments(function: Any, message: str) -> None:
 
 
 def _two_axes() -> None:
-    mesh = init_device_mesh(DEVICE, (2, 2))
+    mesh = ShardMesh(init_device_mesh(DEVICE, (2, 2)))
     layout = plan_layout(SHAPES, 4)
-    rank = dist.get_rank()
-    outer, inner = divmod(rank, 2)
-    assert _merged_shard(mesh, [Flat(), Flat()]) == (2 * inner + outer, 1)
-    assert _merged_shard(mesh, [Replicate(), Flat()]) == (inner, 2)
-    assert _merged_shard(mesh, [Replicate(), Replicate()]) == (0, 4)
-    both = DBuffer(layout, mesh, [Flat(), Flat()], dtype=torch.float32, device=HERE, name="both")
+    outer, inner = divmod(dist.get_rank(), 2)
+    assert mesh.position([Flat(), Flat()]) == (2 * inner + outer, 1)
+    assert mesh.position([Replicate(), Flat()]) == (inner, 2)
+    assert mesh.position([Replicate(), Replicate()]) == (0, 4)
+    with pytest.raises(ValueError, match=r"expected the axes that cut to be the first of \(1, 0\)"):
+        mesh.position([Flat(), Replicate()])
+    both = _make(layout, mesh, [Flat(), Flat()])
     for index, tensor in enumerate(_tensors()):
         both.distribute(index, tensor)
-    half = DBuffer(layout, mesh, [Replicate(), Flat()], dtype=torch.float32, device=HERE, name="half")
+    half, full, at_once, refreshed = (
+        _make(layout, mesh, placements, dtype=dtype)
+        for placements, dtype in (
+            ([Replicate(), Flat()], torch.float32),
+            ([Replicate(), Replicate()], torch.float32),
+            ([Replicate(), Replicate()], torch.float32),
+            ([Replicate(), Replicate()], torch.float64),
+        )
+    )
     both.redistribute(half)
-    full = DBuffer(layout, mesh, [Replicate(), Replicate()], dtype=torch.float32, device=HERE, name="full")
     half.redistribute(full)
-    for piece, expected in zip(full.pieces, _tensors(), strict=True):
-        assert torch.equal(piece, expected)
-    try:
-        both.redistribute(full)
-    except NotImplementedError as error:
-        assert "expected a change on one mesh axis" in str(error)
-    else:
-        raise AssertionError("two axes at once")
+    both.redistribute(at_once)
+    refreshed.refresh_from(both)
+    for index, expected in enumerate(_tensors()):
+        assert torch.equal(full.pieces[index], expected)
+        assert torch.equal(at_once.pieces[index], expected)
+        assert torch.equal(refreshed.pieces[index], expected.double())
+    sliced = _make(layout, mesh, [Flat(), Flat()])
+    full.redistribute(sliced)
+    assert all(torch.equal(a, b) for a, b in zip(sliced.pieces, both.pieces, strict=True))
 
 
 def test_two_axes_join_neighbours() -> None:
     run_ranks(4, _two_axes)
+
+
+TARGETS = {
+    "flat": (Flat(), Flat()),
+    "inner_flat": (Replicate(), Flat()),
+    "outer_flat": (Flat(), Replicate()),
+    "full": (Replicate(), Replicate()),
+}
+
+
+def _reduced_over_two_axes(name: str, shape: tuple[int, int]) -> None:
+    """A sum over both axes, however the result lies; the layout is cut by the axes that cut the result."""
+    target_at = TARGETS[name]
+    axes = [axis for axis in (1, 0) if isinstance(target_at[axis], Flat)]
+    mesh = ShardMesh(init_device_mesh(DEVICE, shape), axes)
+    layout = plan_layout(SHAPES, mesh.num_shards)
+    world_size = dist.get_world_size()
+    partial = _make(layout, mesh, [Partial("sum"), Partial("avg")])
+    for piece, tensor in zip(partial.pieces, _tensors(dist.get_rank()), strict=True):
+        piece.copy_(tensor)
+    target = _make(layout, mesh, target_at)
+    partial.redistribute(target)
+    full = _make(layout, mesh, [Replicate(), Replicate()])
+    target.redistribute(full)
+    everyone = [_tensors(rank) for rank in range(world_size)]
+    for piece, parts in zip(full.pieces, zip(*everyone, strict=True), strict=True):
+        torch.testing.assert_close(piece, sum(parts) / shape[1])
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1), (1, 1)])
+@pytest.mark.parametrize("name", TARGETS)
+def test_reductions_over_two_axes(name: str, shape: tuple[int, int]) -> None:
+    run_ranks(shape[0] * shape[1], _reduced_over_two_axes, name, shape)
+
+
+def _mixture() -> None:
+    mesh = ShardMesh(init_device_mesh(DEVICE, (1, 1)))
+    layout = plan_layout(SHAPES, 1)
+    source, target = (_make(layout, mesh, at) for at in ([Partial("sum"), Flat()], [Replicate(), Replicate()]))
+    source.redistribute(target)
+
+
+def test_gather_and_reduction_at_once_is_refused() -> None:
+    (text,) = run_ranks_expecting(1, ValueError, _mixture)
+    assert "expected gathers, reductions or slices, got a mixture" in text

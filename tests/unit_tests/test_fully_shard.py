@@ -154,17 +154,32 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
         lambda: fully_shard(nn.Linear(2, 2), gradient_reduction="mean"),  # type: ignore[arg-type]
         "gradient_reduction: expected 'average' or 'sum', got 'mean'",
     ),
-    "two_axes": (
-        NotImplementedError,
-        lambda: fully_shard(nn.Linear(2, 2), _mesh(1, 2)),
-        "expected one axis, got 2 axes",
+    "one_axis_for_two": (
+        ValueError,
+        lambda: fully_shard(nn.Linear(2, 2), _mesh(1, 2), Placements.from_strategy("optim")),
+        "expected the mesh's axes",
     ),
-    "strategy": (
-        NotImplementedError,
-        lambda: fully_shard(nn.Linear(2, 2), placements=Placements.from_strategy("optim")),
-        "expected Shard(0) for parameter, gradient and optimizer (ZeRO-3)",
+    "outer_for_one_axis": (
+        ValueError,
+        lambda: fully_shard(nn.Linear(2, 2), placements=Placements.from_strategy("optim", outer="optim")),
+        "give `outer` exactly for a mesh of two axes",
     ),
-    "unknown_axis": (ValueError, _unknown_axis, "fully_shard placements: expected the axis 0 or one of"),
+    "reshard_of_replicated": (
+        ValueError,
+        lambda: fully_shard(
+            nn.Linear(2, 2), placements=Placements.from_strategy("optim_grads"), reshard_after_forward=True
+        ),
+        "reshard_after_forward: expected None where parameters are replicated, got True",
+    ),
+    "unknown_axis": (ValueError, _unknown_axis, "fully_shard placements: expected the mesh's axes ('dp',)"),
+    "narrow_accumulator": (
+        ValueError,
+        lambda: fully_shard(
+            nn.Linear(2, 2),
+            mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16, grad_comm_dtype=torch.float32),
+        ),
+        "expected grad_comm_dtype no wider than torch.bfloat16, in which gradients of weight accumulate",
+    ),
     "twice": (RuntimeError, _shard_twice, "expected a module that is not sharded yet, got FsdpLinear"),
     "tied_across_units": (ValueError, _tied_across_units, "got weight, which unit Embedding#0 has sharded already"),
     "tied_across_unit_and_root": (ValueError, _tied_across_unit_and_root, "got head.weight, which unit Embedding#0"),
@@ -377,7 +392,7 @@ def _groups() -> list[tuple[torch.dtype, bool, list[str]]]:
     model.wide_too = nn.Parameter(torch.ones(1))
     fully_shard(model)
     for group in model.parameter_groups:
-        assert (group.main_grad is None) == (not group.requires_grad)
+        assert (group.gradients is None) == (not group.requires_grad)
     assert torch.equal(model.index.full_tensor(), torch.arange(5))
     return [(g.model_weight.dtype, g.requires_grad, g.fqns) for g in model.parameter_groups]
 

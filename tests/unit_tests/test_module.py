@@ -884,7 +884,7 @@ def _buffers_stay() -> None:
         optimizer.step()
         optimizer.zero_grad()
         units = [module for module in model.modules() if isinstance(module, FsdpModule)]
-        seen.append([id(group.main_grad) for unit in units for group in unit.parameter_groups])
+        seen.append([id(group.gradients.at.main) for unit in units for group in unit.parameter_groups])
     assert all(ids == seen[0] for ids in seen)
 
 

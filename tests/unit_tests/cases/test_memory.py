@@ -231,7 +231,7 @@ def _deleted_after_exception(where: str, steps_after: int) -> None:
             model(torch.ones(2, 6)).sum().backward()
             optimizer.step()
         groups = [group for unit in _units(model) for group in unit.parameter_groups]
-        buffers = [b for group in groups for b in (group.main_weight, group.full_weight, group.main_grad)]
+        buffers = [b for group in groups for b in (group.main_weight, group.full_weight, group.gradients.at.main)]
         alive = [weakref.ref(buffer.local) for buffer in buffers]
         alive += [weakref.ref(unit) for unit in _units(model)] + [weakref.ref(model.context)]
         del groups, buffers, optimizer, model

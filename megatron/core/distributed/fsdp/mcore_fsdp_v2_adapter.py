@@ -164,13 +164,14 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         with torch.no_grad():
             for unit in self.fsdp_units():
                 for group in unit.parameter_groups:
-                    if group.main_grad is not None:
-                        group.main_grad.local.mul_(scaling_factor)
+                    if group.gradients is not None:
+                        group.gradients.scale(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
         """Clear all gradients; the next backward overwrites them."""
-        for parameter in self.module.parameters():
-            parameter.grad = None
+        for unit in self.fsdp_units():
+            for group in unit.parameter_groups:
+                group.clear_gradients()
 
     # --- parameters -----------------------------------------------------------------------------------------------
 

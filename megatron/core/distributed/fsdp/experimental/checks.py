@@ -108,29 +108,27 @@ def check_numbers(grad_divisor: Any, gradient_reduction: Any) -> None:
 
 
 def check_placements(mesh: DeviceMesh, placements: Placements | None) -> Placements:
-    """Return placements with one entry per mesh axis, refusing what is not supported yet."""
-    if mesh.ndim != 1:
-        raise NotImplementedError(
-            f"fully_shard mesh: expected one axis, got {mesh.ndim} axes {mesh.mesh_dim_names}; hybrid sharding is not "
-            "supported yet. Pass a one-dimensional mesh, e.g. mesh['dp']."
-        )
-    zero3 = Placements.from_strategy("optim_grads_params")
+    """Return placements whose axes are the mesh's, by index; refuse other axes."""
+    indices = tuple(range(mesh.ndim))
     if placements is None:
-        return zero3
-    names = mesh.mesh_dim_names or ()
-    axis = placements.dp_axes[0]
-    if len(placements.dp_axes) != 1 or axis not in (0, *names):
+        everywhere = (Shard(0),) * mesh.ndim
+        return Placements(indices, everywhere, everywhere, everywhere)
+    if placements.dp_axes not in (indices, mesh.mesh_dim_names):
         raise ValueError(
-            f"fully_shard placements: expected the axis 0 or one of {names}, got {placements.dp_axes}. "
-            "Name the mesh's own axes."
+            f"fully_shard placements: expected the mesh's axes {mesh.mesh_dim_names or indices}, outer to inner, got "
+            f"{placements.dp_axes}. Name every axis of the mesh, and give `outer` exactly for a mesh of two axes."
         )
-    fields = (placements.parameter, placements.gradient, placements.optimizer)
-    if any(field != (Shard(0),) for field in fields):
-        raise NotImplementedError(
-            f"fully_shard placements: expected Shard(0) for parameter, gradient and optimizer (ZeRO-3), got "
-            f"{placements}; other strategies are not supported yet. Leave placements out."
+    return replace(placements, dp_axes=indices)
+
+
+def check_schedule(schedule: SchedulePolicy, placements: Placements) -> None:
+    """Refuse a setting without effect."""
+    gathers = any(isinstance(at, Shard) for at in placements.parameter)
+    if schedule.reshard_after_forward is not None and not gathers:
+        raise ValueError(
+            f"fully_shard reshard_after_forward: expected None where parameters are replicated, got "
+            f"{schedule.reshard_after_forward}; it would have no effect. Leave it out, or shard the parameters."
         )
-    return placements
 
 
 def _check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: MixedPrecisionPolicy) -> None:
@@ -162,6 +160,7 @@ def _check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: Mi
                 "Give it shape (1,)."
             )
         _check_main_dtype(kind, item, policy)
+        _check_gradient_dtype(kind, item, policy)
 
 
 def _check_initial_values(module: nn.Module) -> None:
@@ -203,6 +202,17 @@ def _check_main_dtype(kind: str, item: OwnedParameter, policy: MixedPrecisionPol
         raise ValueError(
             f"fully_shard of {kind}: expected main_params_dtype at least as wide as {parameter.dtype} of {item.fqn}, "
             f"got {main}. Widen it, or pass None to keep the parameters' dtype."
+        )
+
+
+def _check_gradient_dtype(kind: str, item: OwnedParameter, policy: MixedPrecisionPolicy) -> None:
+    """Refuse to accumulate in a dtype that loses what has been sent in a wider one."""
+    main = policy.main_grads_dtype or policy.main_params_dtype or item.parameter.dtype
+    sent = policy.grad_comm_dtype
+    if item.parameter.requires_grad and sent is not None and torch.promote_types(sent, main) != main:
+        raise ValueError(
+            f"fully_shard of {kind}: expected grad_comm_dtype no wider than {main}, in which gradients of {item.fqn} "
+            f"accumulate, got {sent}. Set main_grads_dtype={sent}, or send less."
         )
 
 

@@ -95,7 +95,7 @@ class UnitControls:
         """As `set_modules_to_forward_prefetch`, when this unit's backward begins."""
         self._fsdp_name_prefetch("backward", modules)
 
-    def _fsdp_drop_held(self) -> None:
+    def _fsdp_drop_unreduced(self) -> None:
         """Forget gradients that wait for a reduction."""
         raise NotImplementedError
 

@@ -11,29 +11,30 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from . import collectives
 from .allocator import StorageAllocator
 from .device import report_access
 from .layout import GroupLayout, Range
-from .placement import Communication, Flat, communication
+from .placement import Communication, communication
+from .shard_mesh import ShardMesh
 
 
 class DBuffer:
     """One flat tensor that holds this rank's part of a group of logical tensors.
 
     Args:
-        layout: where each tensor lies, cut into as many shards as the mesh has ranks.
-        mesh: the data-parallel mesh.
+        layout: where each tensor lies, cut into the shards of `mesh`.
+        mesh: the data-parallel mesh and the axes of it that cut.
         placements: one per mesh axis, outer to inner: `Flat`, `Replicate` or `Partial`.
         dtype: element type of `local`.
         device: where `local` lies.
         name: says which buffer this is, in errors and to an observer.
-        allocator: for a transient buffer, where its storage comes from; it starts without storage. None makes a
-            resident buffer of zeros.
+        allocator: where storage comes from.
+        is_transient: start without storage, which `allocate` and `release` then bring and take; otherwise the buffer
+            has its storage for life, and starts as zeros.
 
     Attributes:
         origin: follows the name where ranks compare what they send: which of several models the buffer belongs to.
@@ -45,17 +46,18 @@ class DBuffer:
     def __init__(
         self,
         layout: GroupLayout,
-        mesh: DeviceMesh,
+        mesh: ShardMesh,
         placements: Sequence[Placement],
         *,
         dtype: torch.dtype,
         device: torch.device,
         name: str,
-        allocator: StorageAllocator | None = None,
+        allocator: StorageAllocator,
+        is_transient: bool = False,
     ) -> None:
-        if len(placements) != mesh.ndim or layout.num_shards != mesh.size():
+        if len(placements) != mesh.ndim or layout.num_shards != mesh.num_shards:
             raise ValueError(
-                f"buffer {name}: expected one placement for each of {mesh.ndim} mesh axes and {mesh.size()} "
+                f"buffer {name}: expected one placement for each of {mesh.ndim} mesh axes and {mesh.num_shards} "
                 f"shards, got {tuple(placements)} and {layout.num_shards}. Plan the layout for this mesh."
             )
         self.layout = layout
@@ -64,14 +66,30 @@ class DBuffer:
         self.dtype = dtype
         self.name = name
         self.origin = ""
+        self.is_transient = is_transient
         self._allocator = allocator
-        shard, num_merged = _merged_shard(mesh, self.placements)
-        self.local_range: Range = layout.shard_range(shard, num_merged)
-        make = torch.zeros if allocator is None else torch.empty
-        self.local = make(self.local_range.numel, dtype=dtype, device=device)
+        self.local_range = self._range(self.placements)
+        self.local = torch.empty(self.local_range.numel, dtype=dtype, device=device)
         self.pieces = self._make_pieces()
-        if allocator is not None:
-            allocator.release(self.local)
+        allocator.release(self.local)
+        if not is_transient:
+            allocator.allocate(self.local)
+            self.local.zero_()
+
+    def like(self) -> DBuffer:
+        """Return a transient buffer of the same kind, with storage of its own."""
+        new = DBuffer(
+            self.layout,
+            self.mesh,
+            self.placements,
+            dtype=self.dtype,
+            device=self.local.device,
+            name=self.name,
+            allocator=self._allocator,
+            is_transient=True,
+        )
+        new.origin = self.origin
+        return new
 
     def distribute(self, index: int, tensor: torch.Tensor) -> None:
         """Copy this rank's part of tensor `index`, cast to this buffer's dtype.
@@ -107,25 +125,40 @@ class DBuffer:
 
     def allocate(self) -> None:
         """Give a transient buffer its storage, on the current stream; contents are undefined."""
-        assert self._allocator is not None, "a resident buffer always has its storage"
+        assert self.is_transient, "a resident buffer always has its storage"
         self._allocator.allocate(self.local)
         report_access("allocate", writes=(self.name,))
 
     def release(self) -> None:
         """Take a transient buffer's storage back, on the current stream."""
-        assert self._allocator is not None, "a resident buffer keeps its storage"
+        assert self.is_transient, "a resident buffer keeps its storage"
         report_access("free", writes=(self.name,))
         self._allocator.release(self.local)
 
     @property
     def is_allocated(self) -> bool:
         """Whether `local` may be read."""
-        return self.local.numel() == 0 or self.local.untyped_storage().nbytes() > 0
+        return self.local.numel() == 0 or self.has_storage
+
+    @property
+    def has_storage(self) -> bool:
+        """Whether memory is behind `local`; never if this rank holds no element."""
+        return self.local.untyped_storage().nbytes() > 0
 
     def copy_from(self, source: DBuffer) -> None:
         """Copy and cast another buffer with the same layout and local range."""
         report_access("copy", reads=(source.name,), writes=(self.name,))
         self.local.copy_(source.local)
+
+    def refresh_from(self, source: DBuffer) -> None:
+        """Fill this buffer with the cast values of one that is cut by the same axes or by more, on the current stream.
+
+        Sent in this buffer's dtype, and gathered in place.
+        """
+        report_access("copy", reads=(source.name,), writes=(self.name,))
+        own = self._part(source.local_range)
+        own.copy_(source.local)
+        self._gather(source.placements, own, self.name)
 
     def redistribute(self, target: DBuffer) -> None:
         """Fill `target`, which lies differently on the mesh, from this buffer, on the current stream.
@@ -134,7 +167,6 @@ class DBuffer:
             target: same layout, mesh and dtype, allocated. A `Partial` buffer's own contents are undefined afterwards.
 
         Raises:
-            NotImplementedError: placements differ on more than one axis.
             ValueError: a change without a meaning, or different dtypes.
         """
         if self.dtype != target.dtype:
@@ -142,39 +174,70 @@ class DBuffer:
                 f"redistribute {self.name} to {target.name}: expected equal dtypes, got {self.dtype} and "
                 f"{target.dtype}. Cast with copy_from first."
             )
-        changes = [
-            (axis, change)
+        changes: dict[int, Communication] = {
+            axis: change
             for axis, (old, new) in enumerate(zip(self.placements, target.placements, strict=True))
             if (change := communication(old, new)) is not Communication.NONE
-        ]
-        if len(changes) > 1:
-            raise NotImplementedError(
-                f"redistribute {self.name} to {target.name}: expected a change on one mesh axis, got "
+        }
+        kinds = set(changes.values())
+        if not kinds:
+            target.copy_from(self)
+        elif kinds == {Communication.ALL_GATHER}:
+            target._gather(self.placements, self.local, self.name)
+        elif kinds == {Communication.SLICE}:
+            report_access("slice", reads=(self.name,), writes=(target.name,))
+            target.local.copy_(self._part(target.local_range))
+        elif kinds <= {Communication.REDUCE_SCATTER, Communication.ALL_REDUCE}:
+            self._reduce(changes, target)
+        else:
+            raise ValueError(
+                f"redistribute {self.name} to {target.name}: expected gathers, reductions or slices, got a mixture: "
                 f"{self.placements} to {target.placements}. Go through a buffer in between."
             )
-        if not changes:
-            target.copy_from(self)
-            return
-        axis, change = changes[0]
-        self._communicate(change, axis, target)
 
-    def _communicate(self, change: Communication, axis: int, target: DBuffer) -> None:
-        group = self.mesh.get_group(axis)
-        if change is Communication.SLICE:
-            report_access("slice", reads=(self.name,), writes=(target.name,))
-            start = target.local_range.start - self.local_range.start
-            target.local.copy_(self.local[start : start + target.local.numel()])
-            return
-        report_access(change.value, reads=(self.name,), writes=(target.name,))
-        if change is Communication.ALL_GATHER:
-            collectives.all_gather(target.local, self.local, group, what=self.name + self.origin)
-            return
-        reduction = _reduction(self.placements[axis])
-        if change is Communication.REDUCE_SCATTER:
-            collectives.reduce_scatter(target.local, self.local, reduction, group, what=self.name + self.origin)
-        else:
-            target.local.copy_(self.local)
-            collectives.all_reduce(target.local, reduction, group, what=self.name + self.origin)
+    def _gather(self, placements: Sequence[Placement], shard: torch.Tensor, source: str) -> None:
+        """Gather `shard`, which lies as `placements` say, over the axes that do not cut this buffer, in place.
+
+        The least significant axis comes first: it joins neighbours.
+        """
+        current = list(placements)
+        for axis in reversed(self.mesh.axes):
+            if current[axis] == self.placements[axis]:
+                continue
+            current[axis] = Replicate()
+            joined = self._part(self._range(current))
+            report_access("all_gather", reads=(source,), writes=(self.name,))
+            collectives.all_gather(joined, shard, self.mesh.group(axis), what=source + self.origin)
+            shard, source = joined, self.name
+
+    def _reduce(self, changes: dict[int, Communication], target: DBuffer) -> None:
+        """Reduce over axes: first those that cut, the most significant one first, then those that do not."""
+        order = [*self.mesh.axes, *(axis for axis in range(self.mesh.ndim) if axis not in self.mesh.axes)]
+        cuts = [axis for axis in order if changes.get(axis) is Communication.REDUCE_SCATTER]
+        data, placements, what = self.local, list(self.placements), self.name + self.origin
+        for position, axis in enumerate(cuts):
+            placements[axis] = target.placements[axis]
+            is_last = position == len(cuts) - 1
+            # What a middle step leaves is written over this rank's own part of what it reads.
+            part = target.local if is_last else self._part(self._range(placements))
+            report_access("reduce_scatter", reads=(self.name,), writes=(target.name if is_last else self.name,))
+            reduction = _reduction(self.placements[axis])
+            collectives.reduce_scatter(part, data, reduction, self.mesh.group(axis), what=what)
+            data = part
+        if not cuts:
+            target.copy_from(self)
+        for axis in order:
+            if changes.get(axis) is Communication.ALL_REDUCE:
+                report_access("all_reduce", reads=(target.name,), writes=(target.name,))
+                reduction = _reduction(self.placements[axis])
+                collectives.all_reduce(target.local, reduction, self.mesh.group(axis), what=what)
+
+    def _range(self, placements: Sequence[Placement]) -> Range:
+        return self.layout.shard_range(*self.mesh.position(placements))
+
+    def _part(self, run: Range) -> torch.Tensor:
+        """Return the elements of a run of the layout that lies within `local`."""
+        return self.local[run.start - self.local_range.start : run.stop - self.local_range.start]
 
 
 def _reduction(placement: Placement) -> Literal["sum", "avg"]:
@@ -184,18 +247,3 @@ def _reduction(placement: Placement) -> Literal["sum", "avg"]:
     if placement.reduce_op == "avg":
         return "avg"
     raise ValueError(f"gradient reduction: expected sum or avg, got {placement.reduce_op!r}.")
-
-
-def _merged_shard(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, int]:
-    """Return which shard this rank holds and how many of the layout's shards it is made of.
-
-    Shards are numbered with the inner axis first, so that an inner all-gather joins neighbours at any outer placement.
-    Example: a (2, 4) mesh has 8 shards. Flat on both axes: rank (o, i) holds shard 2 * i + o of 8. Flat on the inner
-    axis only: shard i of 4, each made of 2.
-    """
-    shard, num_shards = 0, 1
-    for axis in reversed(range(mesh.ndim)):
-        if isinstance(placements[axis], Flat):
-            shard = shard * mesh.size(axis) + mesh.get_local_rank(axis)
-            num_shards *= mesh.size(axis)
-    return shard, mesh.size() // num_shards

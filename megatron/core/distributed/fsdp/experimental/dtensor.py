@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from .geometry import ShardGeometry
@@ -33,6 +33,7 @@ from .operations import (
     writes_first_operand,
 )
 from .scalars import pend
+from .shard_mesh import ShardMesh
 
 _ONE_DTYPE = frozenset({"fused_adam", "fused_adamw", "lerp"})
 """Operations for which torch does not promote operands of different dtypes."""
@@ -148,7 +149,10 @@ class FsdpDTensor(DTensor):
         if name == "__set__":
             _check_assignment(func, args)
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+            if args[1] is None and attribute_name(func) == "grad":
+                args[0]._geometry.notify_cleared()
+            return result
         operation = base_name(name)
         if operation == "requires_grad":
             _freeze(args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
@@ -172,7 +176,10 @@ def shard_dtensor(local: torch.Tensor, geometry: ShardGeometry) -> FsdpDTensor:
     """
     shape = geometry.shape
     stride = torch.empty(shape, device="meta").stride()
-    dtensor: Any = DTensor.from_local(local, geometry.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    mesh = geometry.mesh
+    dtensor: Any = DTensor.from_local(
+        local, mesh.device_mesh, mesh.placements, run_check=False, shape=shape, stride=stride
+    )
     return _mark(dtensor, geometry)
 
 
@@ -349,4 +356,4 @@ def _cut_alike(output: DTensor, source: FsdpDTensor) -> bool:
     )
 
 
-torch.serialization.add_safe_globals([shard_dtensor, ShardGeometry, GroupLayout, TensorSlot])
+torch.serialization.add_safe_globals([shard_dtensor, ShardGeometry, ShardMesh, GroupLayout, TensorSlot])

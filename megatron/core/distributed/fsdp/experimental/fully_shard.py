@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import hooks, registration
 from .agreement import record_unit
-from .allocator import ResizingAllocator
-from .checks import check_numbers, check_placements, check_types, check_unit, merge_schedule
+from .allocator import default_allocator
+from .checks import check_numbers, check_placements, check_schedule, check_types, check_unit, merge_schedule
 from .device import current_device, resolve_device
 from .group_options import GradientReduction, GroupOptions, OwnedParameter
 from .module import FsdpModule
@@ -31,7 +31,6 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _active_context: ContextVar[FsdpContext | None] = ContextVar("fsdp_context", default=None)
 _sharded_classes: dict[type, type] = {}
-_allocator = ResizingAllocator()
 
 
 @contextmanager
@@ -89,6 +88,7 @@ def fully_shard(
         module: any module whose parameters are full and equal on every rank.
         mesh: data-parallel mesh; None means one axis over the default process group.
         placements: where weights, gradients and optimizer state lie; None means sharded over every axis (ZeRO-3).
+            Units of one model may differ.
         mixed_precision_policy: dtypes of main weights and gradients; the compute dtype is the parameters' own.
         grad_divisor: divides reduced gradients once per contribution, on top of the average or sum.
         gradient_reduction: "average" over the data-parallel ranks, or "sum".
@@ -103,7 +103,6 @@ def fully_shard(
         TypeError: an argument of the wrong kind.
         ValueError: arguments that do not fit each other, or parameters that cannot be sharded.
         RuntimeError: the module is a unit already, or its context is closed.
-        NotImplementedError: placements that are not supported yet.
     """
     check_types(module, mesh, placements, mixed_precision_policy, schedule_policy)
     check_numbers(grad_divisor, gradient_reduction)
@@ -111,6 +110,7 @@ def fully_shard(
     schedule = merge_schedule(schedule_policy, reshard_after_forward)
     mesh = _default_mesh() if mesh is None else mesh
     placements = check_placements(mesh, placements)
+    check_schedule(schedule, placements)
     owned = owned_parameters(module)
     check_unit(module, owned, policy)
     context, absorbed = _join_context(module, mesh)
@@ -121,7 +121,8 @@ def fully_shard(
         grad_divisor=grad_divisor,
         gradient_reduction=gradient_reduction,
         device=context.device,
-        allocator=_allocator,
+        allocator=default_allocator,
+        keeps_gradient_memory=schedule.static_gradients,
     )
     return _attach(module, context, absorbed, owned, options, schedule, register_hooks)
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives
 from .layout import GroupLayout
+from .shard_mesh import ShardMesh
 
 
 class ParameterOwner(Protocol):
@@ -33,6 +33,10 @@ class ParameterOwner(Protocol):
         """The parameter's values are about to be used."""
         ...
 
+    def clear_gradient(self, index: int) -> None:
+        """The gradient of parameter `index` has been set to None."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class ShardGeometry:
@@ -42,7 +46,7 @@ class ShardGeometry:
         fqn: name of the tensor, for errors.
         layout: layout of the group that the tensor lies in.
         index: position of the tensor in that layout.
-        mesh: the mesh whose ranks hold the layout's shards in order; one-dimensional.
+        mesh: the mesh whose axes cut the layout into its shards.
         owner: told of uses and writes; weak, so that tensors do not keep their group alive. None for a tensor that is
             no parameter and comes from none.
     """
@@ -50,7 +54,7 @@ class ShardGeometry:
     fqn: str
     layout: GroupLayout
     index: int
-    mesh: DeviceMesh
+    mesh: ShardMesh
     owner: weakref.ref[ParameterOwner] | None = None
 
     def __reduce__(self) -> Any:
@@ -58,9 +62,10 @@ class ShardGeometry:
         return ShardGeometry, (self.fqn, self.layout, self.index, self.mesh)
 
     @property
-    def cut(self) -> tuple[int, int, int]:
+    def cut(self) -> tuple[int, int, int, tuple[int, ...]]:
         """What decides which elements each rank owns of a tensor of a given size."""
-        return self.layout.slots[self.index].offset, self.layout.shard_numel, self.layout.num_shards
+        layout = self.layout
+        return layout.slots[self.index].offset, layout.shard_numel, layout.num_shards, self.mesh.axes
 
     def notify_use(self, writes: bool, is_certain: bool = False) -> None:
         """Tell the owner that the tensor's values are about to be read, or written; or may be written from now on."""
@@ -69,6 +74,12 @@ class ShardGeometry:
             owner.ensure_values()
             if writes:
                 owner.mark_main_weight_written(is_certain)
+
+    def notify_cleared(self) -> None:
+        """Tell the owner that the parameter's gradient has been set to None."""
+        owner = None if self.owner is None else self.owner()
+        if owner is not None:
+            owner.clear_gradient(self.index)
 
     def notify_requires_grad(self, requires_grad: bool) -> None:
         """Tell the owner that the parameter is about to be frozen or unfrozen."""
@@ -91,6 +102,13 @@ class ShardGeometry:
             The logical shape, same dtype and device, without autograd history.
         """
         numels = [self.layout.owned(self.index, shard).numel for shard in range(self.layout.num_shards)]
-        flat = local.detach().reshape(-1)
-        parts = collectives.all_gather_uneven(flat, numels, self.mesh.get_group(0), what=self.fqn)
-        return torch.cat(parts).view(self.shape)
+        width = max(numels)
+        if not width:
+            return local.detach().reshape(-1).clone().view(self.shape)
+        gathered = local.new_zeros(width)
+        gathered[: local.numel()].copy_(local.detach().reshape(-1))
+        for axis in reversed(self.mesh.axes):
+            shards, gathered = gathered, local.new_empty(gathered.numel() * self.mesh.device_mesh.size(axis))
+            collectives.all_gather(gathered, shards, self.mesh.group(axis), what=self.fqn)
+        rows = gathered.view(len(numels), width)
+        return torch.cat([row[:numel] for row, numel in zip(rows, numels, strict=True)]).view(self.shape)

@@ -3,13 +3,23 @@
 """`GroupGradients`: the gradients of one parameter group, from full ``.grad`` to reduced and accumulated shards.
 
 It says what happens to the data. When, and on which stream, is the schedule's.
+
+[Note: levels of a gradient]
+A contribution starts as a full ``Partial`` tensor on every rank and ends in ``.grad``, placed like the optimizer's main
+weights. Placements say where it may rest on the way, until the last microbatch of a step:
+
+    held    full, ``Partial``: this rank's own sum; without gradient sync, or where `gradient` shards no axis
+    partly  reduced over the axes that `gradient` shards, ``Partial`` on the others
+    main    final: what ``.grad`` is
+
+Every contribution passes from one level to the next once, so that each level's sum is added to the next and forgotten.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,54 +35,69 @@ _REFERENCES_OF_OURS = 3
 """What sys.getrefcount says of a gradient that only the group holds: its list, the loop variable, the argument."""
 
 
+@dataclass
+class GradientBuffers:
+    """Where one group's gradients lie; all transient.
+
+    Attributes:
+        full: ``Partial``, communication dtype, [global_numel]; this rank's packed gradients while they are reduced.
+        held: ``Partial``, main-gradient dtype, [global_numel].
+        partly: main-gradient dtype; None where gradients are sharded like the main weights, or not at all.
+        sliced: like `partly`, in the communication dtype.
+        reduced: placed like `main`, communication dtype; a reduction on its way to `main`.
+        main: placed like the main weights, main-gradient dtype, [local_numel].
+    """
+
+    full: DBuffer
+    held: DBuffer
+    partly: DBuffer | None
+    sliced: DBuffer | None
+    reduced: DBuffer
+    main: DBuffer
+
+    def __iter__(self) -> Iterator[DBuffer]:
+        """Yield all of them."""
+        return (buffer for buffer in vars(self).values() if buffer is not None)
+
+
 class GroupGradients:
-    """Buffers and life of one group's gradients.
+    """Buffers and life of one group's gradients; see [Note: levels of a gradient].
 
     Args:
-        full: ``Partial``, communication dtype, transient.
-        unreduced: ``Partial``, main-gradient dtype, transient.
-        reduced: placed like `main`, communication dtype, transient.
-        main: resident, main-gradient dtype.
+        at: the buffers.
+        waits: whether gradients stay ``held`` until the last microbatch, since no axis shards them before.
         sharded_parameters: whose ``.grad`` is installed.
         unsharded_parameters: whose ``.grad`` autograd fills.
         grad_divisor: divides every reduced gradient.
+        keeps_memory: keep the storage of `main` when gradients are cleared, for addresses that do not change.
 
     Attributes:
-        full: [global_numel]; this rank's packed gradients while they are reduced.
-        unreduced: [global_numel]; this rank's sum over backwards that were not reduced; has storage only meanwhile.
-        reduced: [local_numel]; a reduction on its way to `main`, where it cannot be written there at once.
-        main: [local_numel]; reduced and accumulated.
+        at: as given.
+        waits: as given.
     """
 
     def __init__(
         self,
-        full: DBuffer,
-        unreduced: DBuffer,
-        reduced: DBuffer,
-        main: DBuffer,
+        at: GradientBuffers,
+        waits: bool,
         sharded_parameters: Sequence[nn.Parameter],
         unsharded_parameters: Sequence[nn.Parameter],
         grad_divisor: float,
+        keeps_memory: bool,
     ) -> None:
-        self.full = full
-        self.unreduced = unreduced
-        self.reduced = reduced
-        self.main = main
+        self.at = at
+        self.waits = waits
         self._sharded = sharded_parameters
         self._unsharded = unsharded_parameters
         self._divisor = grad_divisor
+        self._keeps_memory = keeps_memory
         self._assigned: list[Any] = []
         self._is_checked = False
         self._own = [
             shard_dtensor(piece, replace(_geometry(parameter), owner=None))
-            for piece, parameter in zip(main.pieces, sharded_parameters, strict=True)
+            for piece, parameter in zip(at.main.pieces, sharded_parameters, strict=True)
         ]
-        self._num_uses = _num_uses(main)
-
-    @property
-    def buffers(self) -> tuple[DBuffer, ...]:
-        """All buffers."""
-        return self.full, self.unreduced, self.reduced, self.main
+        self._num_uses = _num_uses(at.main)
 
     def rename(self, fqns: Sequence[str]) -> None:
         """Name the sharded gradients by their parameters' paths."""
@@ -80,33 +105,40 @@ class GroupGradients:
             own._geometry = replace(own._geometry, fqn=fqn)
 
     @property
+    def has_held(self) -> bool:
+        """Whether this rank's own sum of earlier backwards waits for a reduction."""
+        return self.at.held.has_storage
+
+    @property
     def has_unreduced(self) -> bool:
-        """Whether gradients of earlier backwards wait on this rank for a reduction."""
-        return self.unreduced.local.untyped_storage().nbytes() > 0
+        """Whether gradients of earlier backwards wait for a reduction, over all axes or some."""
+        return self.has_held or (self.at.partly is not None and self.at.partly.has_storage)
 
     def hold(self) -> None:
-        """Add the gradients of this backward to `unreduced`, on the stream that computed them."""
-        is_first = not self.has_unreduced
+        """Add the gradients of this backward to `held`, on the stream that computed them."""
+        held = self.at.held
+        is_first = not self.has_held
         if is_first:
-            self.unreduced.allocate()
-        report_access("hold", writes=(self.unreduced.name,))
-        self._take(self.unreduced.pieces, adds=not is_first)
+            held.allocate()
+        report_access("hold", writes=(held.name,))
+        self._take(held.pieces, adds=not is_first)
 
     def pack(self) -> None:
         """Move the gradients of this backward, and those held back before, into `full`; on the computing stream.
 
         A parameter that got none contributes zeros.
         """
-        if self.has_unreduced:
+        full, held = self.at.full, self.at.held
+        if self.has_held:
             self.hold()
-        self.full.allocate()
-        if self.has_unreduced:
-            report_access("pack", reads=(self.unreduced.name,), writes=(self.full.name,))
-            self.full.local.copy_(self.unreduced.local)
-            self.unreduced.release()
+        full.allocate()
+        if self.has_held:
+            report_access("pack", reads=(held.name,), writes=(full.name,))
+            full.local.copy_(held.local)
+            held.release()
         else:
-            report_access("pack", writes=(self.full.name,))
-            self._take(self.full.pieces, adds=False)
+            report_access("pack", writes=(full.name,))
+            self._take(full.pieces, adds=False)
 
     def _take(self, pieces: Sequence[torch.Tensor], adds: bool) -> None:
         self._require_own_gradients()
@@ -141,38 +173,118 @@ class GroupGradients:
         """Whether full parameters have gradients."""
         return any(parameter.grad is not None for parameter in self._unsharded)
 
-    def drop_held(self) -> None:
+    def drop_unreduced(self) -> None:
         """Forget gradients that wait for a reduction, as zero_grad does."""
-        if self.has_unreduced:
-            self.unreduced.release()
+        for buffer in (self.at.held, self.at.partly):
+            if buffer is not None and buffer.has_storage:
+                buffer.release()
+
+    def drop_unreduced_of(self, index: int) -> None:
+        """Forget what waits for a reduction of parameter `index`, as setting its ``.grad`` to None does."""
+        for buffer in (self.at.held, self.at.partly):
+            if buffer is not None and buffer.has_storage:
+                report_access("clear", writes=(buffer.name,))
+                buffer.pieces[index].zero_()
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether no parameter has a gradient; asks the last one first, which loops clear last."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return all(parameter.grad is None for parameter in reversed(self._sharded))
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether clearing the gradients would give memory back."""
+        return self.at.main.has_storage and not self._keeps_memory
+
+    def release_main(self) -> None:
+        """Free cleared gradients, on the stream that reduces; leave them to whoever still holds some."""
+        if self._is_held_by_user():
+            self._renew()
+        else:
+            self.at.main.release()
+
+    def scale(self, factor: float | torch.Tensor) -> None:
+        """Multiply all gradients, those that wait for a reduction included, by a number or a 0-d tensor."""
+        for buffer in (self.at.main, self.at.held, self.at.partly):
+            if buffer is not None and buffer.has_storage:
+                report_access("scale", writes=(buffer.name,))
+                buffer.local.mul_(factor)
 
     def drop(self) -> None:
         """Forget full gradients of a backward that will not be reduced."""
         for parameter in self._unsharded:
             parameter.grad = None
 
-    def reduce(self) -> None:
-        """Reduce `full` over ranks and add it to what has accumulated since gradients were last cleared."""
+    def reduce(self, is_last: bool, from_full: bool) -> None:
+        """Bring gradients one level on, or to the last one; on the stream that reduces.
+
+        Args:
+            is_last: whether they are to become final.
+            from_full: whether `full` has been packed; otherwise only what is reduced in part goes on.
+        """
+        source = self.at.full if from_full else None
+        partly = self.at.partly
+        if partly is None:
+            assert source is not None
+            self._finalize(source)
+            return
+        if source is not None and (partly.has_storage or not is_last):
+            self._add_to_partly(source, partly)
+            source = None
+        if not is_last:
+            return
+        if source is None and partly.dtype == self.at.full.dtype:
+            self._finalize(partly)
+            partly.release()
+        elif source is None:
+            sliced = self._sliced()
+            sliced.allocate()
+            sliced.copy_from(partly)
+            partly.release()
+            self._finalize(sliced)
+            sliced.release()
+        else:
+            self._finalize(source)
+
+    def _add_to_partly(self, full: DBuffer, partly: DBuffer) -> None:
+        is_first = not partly.has_storage
+        if is_first:
+            partly.allocate()
+        if is_first and partly.dtype == full.dtype:
+            full.redistribute(partly)
+            return
+        sliced = self._sliced()
+        sliced.allocate()
+        full.redistribute(sliced)
+        _accumulate(sliced, partly, is_first)
+        sliced.release()
+
+    def _sliced(self) -> DBuffer:
+        assert self.at.sliced is not None, "it comes with `partly`"
+        return self.at.sliced
+
+    def _finalize(self, source: DBuffer) -> None:
+        """Reduce what is still ``Partial`` and add it to what has accumulated since gradients were last cleared."""
         is_first = self._prepare_accumulation()
-        into_main = is_first and self.main.dtype == self.full.dtype
-        target = self.main if into_main else self.reduced
-        if not into_main:
+        main, target = self.at.main, self.at.reduced
+        into_main = is_first and main.dtype == source.dtype
+        if into_main:
+            target = main
+        else:
             target.allocate()
-        self.full.redistribute(target)
+        source.redistribute(target)
         if self._divisor != 1:
             target.local.div_(self._divisor)
         if not into_main:
-            report_access("accumulate", reads=(target.name,), writes=(self.main.name,))
-            if is_first:
-                self.main.local.copy_(target.local)
-            else:
-                self.main.local.add_(target.local)
+            _accumulate(target, main, is_first)
             target.release()
         self._install()
 
     def release_full(self) -> None:
         """Free the packed gradients once they have been reduced."""
-        self.full.release()
+        if self.at.full.has_storage:
+            self.at.full.release()
         self._assigned.clear()
 
     def _prepare_accumulation(self) -> bool:
@@ -183,10 +295,12 @@ class GroupGradients:
         """
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             current = [parameter.grad for parameter in self._sharded]
-            if all(grad is None for grad in current):
-                is_held = _num_uses(self.main) > self._num_uses
-                if is_held or any(sys.getrefcount(own) > _REFERENCES_OF_OURS for own in self._own):
-                    self._renew()
+            is_first = all(grad is None for grad in current)
+            if is_first and self._is_held_by_user():
+                self._renew()
+            if not self.at.main.has_storage:
+                self.at.main.allocate()
+            if is_first:
                 return True
             # What the user has put there is read on this stream: keep it until the reduction is over.
             pairs = zip(current, self._own, strict=True)
@@ -204,14 +318,15 @@ class GroupGradients:
                     own._local_tensor.copy_(grad._local_tensor.view_as(own._local_tensor))
         return False
 
+    def _is_held_by_user(self) -> bool:
+        is_used = _num_uses(self.at.main) > self._num_uses
+        return is_used or any(sys.getrefcount(own) > _REFERENCES_OF_OURS for own in self._own)
+
     def _renew(self) -> None:
         """Leave gradients that somebody still holds as they are, and go on with new ones."""
-        old = self.main
-        self.main = DBuffer(
-            old.layout, old.mesh, old.placements, dtype=old.dtype, device=old.local.device, name=old.name
-        )
-        self._own = [shard_dtensor(piece, own.geometry) for piece, own in zip(self.main.pieces, self._own, strict=True)]
-        self._num_uses = _num_uses(self.main)
+        main = self.at.main = self.at.main.like()
+        self._own = [shard_dtensor(piece, own.geometry) for piece, own in zip(main.pieces, self._own, strict=True)]
+        self._num_uses = _num_uses(main)
 
     def _install(self) -> None:
         """Give every trainable parameter its gradient; a frozen one keeps what it has, as in torch."""
@@ -219,6 +334,14 @@ class GroupGradients:
             for parameter, own in zip(self._sharded, self._own, strict=True):
                 if parameter.grad is not own and parameter.requires_grad:
                     parameter.grad = own
+
+
+def _accumulate(source: DBuffer, target: DBuffer, is_first: bool) -> None:
+    report_access("accumulate", reads=(source.name,), writes=(target.name,))
+    if is_first:
+        target.local.copy_(source.local)
+    else:
+        target.local.add_(source.local)
 
 
 def _num_uses(buffer: DBuffer) -> int:

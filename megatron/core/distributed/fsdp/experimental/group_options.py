@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -45,7 +46,8 @@ class GroupOptions:
         grad_divisor: divides every reduced gradient, after averaging or summing.
         gradient_reduction: what the gradients of different ranks become.
         device: where the shards live.
-        allocator: where full-size storage comes from.
+        allocator: where storage comes from.
+        keeps_gradient_memory: whether cleared gradients keep their memory.
     """
 
     mesh: DeviceMesh
@@ -55,6 +57,7 @@ class GroupOptions:
     gradient_reduction: GradientReduction
     device: torch.device
     allocator: StorageAllocator
+    keeps_gradient_memory: bool = False
 
 
 class GroupContext(Protocol):
@@ -75,6 +78,10 @@ class GroupContext(Protocol):
 
     def refuse_strays(self) -> None:
         """Drop gradients of full parameters at rest and raise, naming their units."""
+        ...
+
+    def release_gradients(self, release: Callable[[], None]) -> None:
+        """Call `release`, which frees gradients that compute may still read, where that is safe."""
         ...
 
     def await_gathers(self) -> None:

@@ -213,7 +213,9 @@ class _InnerOutputs:
 def _aliased_weight(unit: Any, output: Any) -> str | None:
     """Return the name of the parameter whose memory an output of the unit shares, if there is one."""
     pointers = {
-        group.full_weight.local.untyped_storage().data_ptr(): group for group in unit.parameter_groups if group.numel
+        group.full_weight.local.untyped_storage().data_ptr(): group
+        for group in unit.parameter_groups
+        if group.numel and group.gathers
     }
     for tensor in tensors_in(output):
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided

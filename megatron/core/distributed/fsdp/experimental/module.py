@@ -344,14 +344,14 @@ class FsdpModule(UnitControls):
             group.report_compute(operation)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as torch does, and those that units inside hold back without gradient sync."""
+        """Clear gradients as torch does, and those of units inside that wait for a reduction."""
         for unit in self._fsdp_units(recurse=True):
-            unit._fsdp_drop_held()
+            unit._fsdp_drop_unreduced()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
-    def _fsdp_drop_held(self) -> None:
+    def _fsdp_drop_unreduced(self) -> None:
         for group in self._fsdp_groups:
-            group.drop_held_gradients()
+            group.drop_unreduced_gradients()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise RuntimeError(

@@ -130,9 +130,9 @@ class _FsdpOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as torch does, without asking every parameter's class for each access."""
         optimizer: Any = self
-        optimizer._fsdp_step.drop_held()
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)  # type: ignore[misc]
+        optimizer._fsdp_step.follow_zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add sharded parameters, as torch does; refuse any other and leave the optimizer as it was."""
@@ -185,10 +185,11 @@ class _LocalStep:
         """Take the groups behind the optimizer's parameters after these have changed."""
         self._groups = groups
 
-    def drop_held(self) -> None:
-        """Forget gradients that are held back without gradient sync."""
+    def follow_zero_grad(self) -> None:
+        """Forget gradients that wait for a reduction, and free the memory of those that are gone."""
         for group in self._groups:
-            group.drop_held_gradients()
+            group.drop_unreduced_gradients()
+            group.release_cleared_gradients()
 
     def ensure_names(self) -> None:
         """Have parameters named by their place in the root, also before the first forward."""

@@ -21,15 +21,14 @@ from torch.distributed.tensor.placement_types import Placement
 from .checksum import MULTIPLIER, checksum_of
 from .dbuffer import DBuffer
 from .device import report_access
-from .dtensor import FsdpDTensor, shard_dtensor
-from .geometry import ParameterOwner, ShardGeometry
-from .gradients import GroupGradients
+from .geometry import ShardGeometry
+from .gradients import GradientBuffers, GroupGradients
 from .group_options import GroupContext, GroupOptions, OwnedParameter
 from .layout import plan_layout
+from .parameter_pair import NoMainGrad, make_pair
 from .placement import Flat
 from .policy import MixedPrecisionPolicy
-
-_RUNTIME_ATTRIBUTES = frozenset({"main_grad", "_fsdp_group", "_fsdp_unit"})
+from .shard_mesh import ShardMesh
 
 
 class FsdpParameterGroup:
@@ -45,7 +44,8 @@ class FsdpParameterGroup:
         name: the unit's name and the group's index.
         main_weight: [local_numel], main dtype; what the optimizer updates and checkpoints hold.
         model_weight: [local_numel], compute dtype; `main_weight` itself where dtypes and placements agree.
-        full_weight: [global_numel], compute dtype, transient; what forward and backward read.
+        full_weight: [global_numel], compute dtype; what forward and backward read. Transient, or `model_weight` itself
+            where no axis shards that.
         gradients: buffers and life of the gradients; None as long as no parameter has been trainable.
         sharded_parameters: what the module holds at rest: DTensors over `main_weight`.
         unsharded_parameters: what the module holds while it computes: views of `full_weight`.
@@ -77,33 +77,23 @@ class FsdpParameterGroup:
         compute_dtype = first.dtype
         main_dtype = _main_dtype(first, policy)
         originals = [owned.parameter for owned in parameters]
-        mesh, device = options.mesh, options.device
-        weight_at = _flatten(options.placements.parameter)
-        main_at = _flatten(options.placements.optimizer)
-        self.layout = plan_layout([tensor.shape for tensor in originals], mesh.size())
+        placements = options.placements
+        self._mesh = ShardMesh(options.mesh, placements.shard_axes)
+        self.layout = plan_layout([tensor.shape for tensor in originals], self._mesh.num_shards)
         self._built_on_meta = frozenset(index for index, tensor in enumerate(originals) if tensor.is_meta)
         self._without_values = set(self._built_on_meta)
         self.values_checksum: torch.Tensor | int = 0
-        self.main_weight = DBuffer(self.layout, mesh, main_at, dtype=main_dtype, device=device, name="main_weight")
+        self.main_weight = self._buffer("main_weight", _flatten(placements.optimizer), main_dtype)
         for index, original in enumerate(originals):
             if not original.is_meta:
                 self.main_weight.distribute(index, original)
-        if main_dtype == compute_dtype and weight_at == main_at:
-            self.model_weight = self.main_weight
-        else:
-            self.model_weight = DBuffer(
-                self.layout, mesh, weight_at, dtype=compute_dtype, device=device, name="model_weight"
-            )
-        everywhere = (Replicate(),) * mesh.ndim
-        self.full_weight = DBuffer(
-            self.layout,
-            mesh,
-            everywhere,
-            dtype=compute_dtype,
-            device=device,
-            name="full_weight",
-            allocator=options.allocator,
-        )
+        self.model_weight = self.main_weight
+        if main_dtype != compute_dtype or placements.parameter != placements.optimizer:
+            self.model_weight = self._buffer("model_weight", _flatten(placements.parameter), compute_dtype)
+        self.full_weight = self.model_weight
+        if any(isinstance(at, Shard) for at in placements.parameter):
+            everywhere = (Replicate(),) * options.mesh.ndim
+            self.full_weight = self._buffer("full_weight", everywhere, compute_dtype, is_transient=True)
         self.gradients: GroupGradients | None = None
         self._make_parameters(originals)
         if self.requires_grad:
@@ -111,57 +101,53 @@ class FsdpParameterGroup:
         self.rename(unit, unit)
         self.attach_sharded()
 
+    def _buffer(
+        self, kind: str, placements: Sequence[Placement], dtype: torch.dtype, is_transient: bool = False
+    ) -> DBuffer:
+        return DBuffer(
+            self.layout,
+            self._mesh,
+            placements,
+            dtype=dtype,
+            device=self._options.device,
+            name=f"{self.name}.{kind}",
+            allocator=self._options.allocator,
+            is_transient=is_transient,
+        )
+
     def _plan_gradients(self) -> None:
         options = self._options
         main_dtype = options.mixed_precision_policy.main_grads_dtype or self.main_weight.dtype
         comm_dtype = options.mixed_precision_policy.grad_comm_dtype or main_dtype
-        placements = _flatten(options.placements.gradient)
         pending = (Partial("avg" if options.gradient_reduction == "average" else "sum"),) * options.mesh.ndim
-
-        def buffer(at: Sequence[Placement], dtype: torch.dtype, kind: str, is_transient: bool = True) -> DBuffer:
-            return DBuffer(
-                self.layout,
-                options.mesh,
-                at,
-                dtype=dtype,
-                device=options.device,
-                name=f"{self.name}.{kind}",
-                allocator=options.allocator if is_transient else None,
-            )
-
+        final = _flatten(options.placements.optimizer)
+        resting = tuple(
+            Flat() if isinstance(at, Shard) else pending[axis] for axis, at in enumerate(options.placements.gradient)
+        )
+        has_part = resting not in (pending, final)
         self.gradients = GroupGradients(
-            buffer(pending, comm_dtype, "full_grad"),
-            buffer(pending, main_dtype, "unreduced_grad"),
-            buffer(placements, comm_dtype, "reduced_grad"),
-            buffer(placements, main_dtype, "main_grad", is_transient=False),
+            GradientBuffers(
+                full=self._buffer("full_grad", pending, comm_dtype, is_transient=True),
+                held=self._buffer("held_grad", pending, main_dtype, is_transient=True),
+                partly=self._buffer("partly_grad", resting, main_dtype, is_transient=True) if has_part else None,
+                sliced=self._buffer("sliced_grad", resting, comm_dtype, is_transient=True) if has_part else None,
+                reduced=self._buffer("reduced_grad", final, comm_dtype, is_transient=True),
+                main=self._buffer("main_grad", final, main_dtype, is_transient=True),
+            ),
+            resting == pending,
             self.sharded_parameters,
             self.unsharded_parameters,
             options.grad_divisor,
+            options.keeps_gradient_memory,
         )
 
     def _make_parameters(self, originals: Sequence[nn.Parameter]) -> None:
-        mesh = self._options.mesh
-        owner: weakref.ref[ParameterOwner] = weakref.ref(self)
         self.sharded_parameters: list[nn.Parameter] = []
         self.unsharded_parameters: list[nn.Parameter] = []
         for index, original in enumerate(originals):
-            fqn = self.fqns[index]
-            geometry = ShardGeometry(fqn, self.layout, index, mesh, owner)
-            local = self.main_weight.pieces[index]
-            sharded: Any = nn.Parameter(_plain_dtensor(local, geometry), requires_grad=original.requires_grad)
-            sharded.__class__ = FsdpDTensor
-            sharded._geometry = geometry
-            sharded._fsdp_group = owner
-            # `.data` gives the view its own version counter, so that refilling the buffer between forward and
-            # backward is not taken for an in-place change of a saved weight.
-            unsharded: Any = nn.Parameter(self.full_weight.pieces[index].data, requires_grad=original.requires_grad)
-            unsharded._fsdp_is_gathered = True
-            for attribute, value in vars(original).items():
-                if attribute not in _RUNTIME_ATTRIBUTES:
-                    setattr(sharded, attribute, value)
-                    setattr(unsharded, attribute, value)
-            if original.is_floating_point():
-                sharded.grad_dtype = None
+            geometry = ShardGeometry(self.fqns[index], self.layout, index, self._mesh, weakref.ref(self))
+            pieces = self.main_weight.pieces[index], self.full_weight.pieces[index]
+            sharded, unsharded = make_pair(original, *pieces, geometry)
             self.sharded_parameters.append(sharded)
             self.unsharded_parameters.append(unsharded)
 
@@ -183,13 +169,14 @@ class FsdpParameterGroup:
             named._geometry = replace(named._geometry, fqn=fqn)
         for fqn, parameter in zip(fqns, self.unsharded_parameters, strict=True):
             gathered: Any = parameter
-            gathered.main_grad = _NoMainGrad(fqn)
+            gathered.main_grad = NoMainGrad(fqn)
 
     @property
     def buffers(self) -> tuple[DBuffer, ...]:
-        """All buffers of weights and gradients."""
-        gradients = () if self.gradients is None else self.gradients.buffers
-        return (self.main_weight, self.model_weight, self.full_weight, *gradients)
+        """All buffers of weights and gradients, each once."""
+        gradients = () if self.gradients is None else tuple(self.gradients.at)
+        weights = dict.fromkeys((self.full_weight, self.model_weight, self.main_weight))
+        return (*weights, *gradients)
 
     @property
     def numel(self) -> int:
@@ -204,19 +191,40 @@ class FsdpParameterGroup:
         )
 
     @property
-    def main_grad(self) -> DBuffer | None:
-        """[local_numel], main-gradient dtype: reduced and accumulated gradients; None if never trainable."""
-        return None if self.gradients is None else self.gradients.main
+    def gathers(self) -> bool:
+        """Whether forward and backward read gathered copies of the weights, rather than resident ones."""
+        return self.full_weight.is_transient
 
     @property
     def has_unreduced_gradients(self) -> bool:
-        """Whether gradients of earlier backwards wait on this rank for a reduction."""
+        """Whether gradients of earlier backwards wait for a reduction."""
         return self.gradients is not None and self.gradients.has_unreduced
 
-    def drop_held_gradients(self) -> None:
+    def clear_gradients(self) -> None:
+        """Set the gradients of all parameters to None, with what waits for a reduction, and free their memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.sharded_parameters:
+                parameter.grad = None
+        self.drop_unreduced_gradients()
+        self.release_cleared_gradients()
+
+    def drop_unreduced_gradients(self) -> None:
         """Forget gradients that wait for a reduction."""
         if self.gradients is not None:
-            self.gradients.drop_held()
+            self.gradients.drop_unreduced()
+
+    def clear_gradient(self, index: int) -> None:
+        """Follow parameter `index`, whose ``.grad`` has been set to None."""
+        if self.gradients is not None:
+            self.gradients.drop_unreduced_of(index)
+            self.release_cleared_gradients()
+
+    def release_cleared_gradients(self) -> None:
+        """Free the memory of gradients if all parameters' are None."""
+        gradients = self.gradients
+        context = None if self.context is None else self.context()
+        if context is not None and gradients is not None and gradients.holds_memory and gradients.is_cleared:
+            context.release_gradients(gradients.release_main)
 
     @property
     def has_strays(self) -> bool:
@@ -304,21 +312,24 @@ class FsdpParameterGroup:
         self.num_steps += is_certain
 
     def sync_model_weight(self) -> None:
-        """Make the sharded compute weights from the main weights, if these have been written."""
+        """Make the compute weights from the main weights, if these have been written; sent where they lie apart."""
         if self._is_stale and self.model_weight is not self.main_weight:
-            self.model_weight.copy_from(self.main_weight)
+            self.model_weight.refresh_from(self.main_weight)
         self._is_stale = False
 
     def unshard(self) -> None:
         """Gather the compute weights into `full_weight`, allocating it unless it is there already."""
         self.sync_model_weight()
+        if not self.gathers:
+            return
         if not self.full_weight.is_allocated:
             self.full_weight.allocate()
         self.model_weight.redistribute(self.full_weight)
 
     def release_full_weight(self) -> None:
         """Free the gathered weights."""
-        self.full_weight.release()
+        if self.gathers:
+            self.full_weight.release()
 
     def attach_sharded(self) -> None:
         """Let the module hold the sharded parameters.
@@ -362,14 +373,7 @@ class FsdpParameterGroup:
         """Note that an optimizer reads main gradients and writes main weights now."""
         self.num_steps += 1
         if self.gradients is not None:
-            report_access("step", reads=(self.gradients.main.name,), writes=(self.main_weight.name,))
-
-
-def _plain_dtensor(local: torch.Tensor, geometry: ShardGeometry) -> Any:
-    """Return a plain DTensor, which `nn.Parameter` accepts; the caller gives it its class afterwards."""
-    dtensor: Any = shard_dtensor(local, geometry)
-    dtensor.__class__ = dtensor.__class__.__mro__[1]
-    return dtensor
+            report_access("step", reads=(self.gradients.at.main.name,), writes=(self.main_weight.name,))
 
 
 def _flatten(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -381,16 +385,3 @@ def _main_dtype(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.
     if not parameter.requires_grad or policy.main_params_dtype is None:
         return dtype
     return policy.main_params_dtype
-
-
-class _NoMainGrad:
-    """Stands where fused kernels expect a main gradient to add to; every use raises."""
-
-    def __init__(self, fqn: str) -> None:
-        self._fqn = fqn
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(
-            f"main_grad of {self._fqn}: expected gradients in .grad, got a kernel that adds them to a main gradient. "
-            "Turn gradient_accumulation_fusion off."
-        )

@@ -21,15 +21,23 @@ OUTER_STRATEGIES = ("no_shard", "optim")
 """What the outer axis of a two-axis mesh shards: nothing (HSDP) or the optimizer state (HFSDP)."""
 
 
+_STATES = ("parameter", "gradient", "optimizer")
+
+
 @dataclass(frozen=True)
 class Placements:
-    """Where compute weights, main gradients and main weights lie on the data-parallel mesh axes.
+    """Where compute weights, accumulating gradients and main weights lie on the data-parallel mesh axes.
+
+    Everything else follows: weights are gathered before each use over the axes that shard them, gradients reduced in
+    every microbatch over those that shard them. Over an axis that shards the optimizer only, gradients are reduced, and
+    weights gathered, once per optimizer step.
 
     Attributes:
         dp_axes: names or indices of the mesh axes, outer to inner.
         parameter: placement of the compute weights between uses, one per axis: `Shard(0)` or `Replicate()`.
-        gradient: placement of the accumulated main gradients, one per axis.
-        optimizer: placement of the main weights and the optimizer state, one per axis.
+        gradient: placement of gradients while microbatches accumulate, one per axis; `Replicate()` means that each rank
+            keeps its own sum over them.
+        optimizer: placement of the main weights, the finished gradients and the optimizer state, one per axis.
     """
 
     dp_axes: tuple[str | int, ...]
@@ -38,7 +46,7 @@ class Placements:
     optimizer: tuple[Placement, ...]
 
     def __post_init__(self) -> None:
-        for field in ("parameter", "gradient", "optimizer"):
+        for field in _STATES:
             value = getattr(self, field)
             if len(value) != len(self.dp_axes) or any(
                 item != Shard(0) and not isinstance(item, Replicate) for item in value
@@ -47,6 +55,33 @@ class Placements:
                     f"Placements.{field}: expected one Shard(0) or Replicate() for each of the axes "
                     f"{self.dp_axes}, got {value}. Use Placements.from_strategy for the named strategies."
                 )
+        for name, axis in ((name, axis) for name in ("parameter", "gradient") for axis in range(len(self.dp_axes))):
+            if getattr(self, name)[axis] == Shard(0) and self.optimizer[axis] != Shard(0):
+                raise ValueError(
+                    f"Placements: expected axis {self.dp_axes[axis]} to shard the optimizer as it shards the {name}, "
+                    f"got optimizer {self.optimizer[axis]}. Each rank would update whole weights, for which it needs "
+                    f"whole gradients and keeps whole main weights: replicate the {name}, too, or shard the optimizer."
+                )
+        weights, gradients = self._sharded_axes("parameter"), self._sharded_axes("gradient")
+        if not (weights <= gradients or gradients <= weights):
+            raise ValueError(
+                "Placements: expected the axes that shard the parameter among those that shard the gradient, or the "
+                f"other way round, got {sorted(weights)} and {sorted(gradients)}. No order of shards makes both runs "
+                "of one buffer: shard one of them over more axes."
+            )
+
+    def _sharded_axes(self, name: str) -> set[int]:
+        return {axis for axis, at in enumerate(getattr(self, name)) if at == Shard(0)}
+
+    @property
+    def shard_axes(self) -> tuple[int, ...]:
+        """Indices of the axes that shard anything, most significant first.
+
+        Those that shard most come first, so that what fewer axes cut is a run of what more axes cut; the innermost
+        first among equals.
+        """
+        count = [sum(axis in self._sharded_axes(name) for name in _STATES) for axis in range(len(self.dp_axes))]
+        return tuple(sorted(self._sharded_axes("optimizer"), key=lambda axis: (-count[axis], -axis)))
 
     @classmethod
     def from_strategy(
@@ -124,6 +159,8 @@ class SchedulePolicy:
         backward_prefetch_numel: the same in backward.
         reshard_after_forward: whether weights are released between forward and backward. None means yes except
             for the root, whose weights backward needs first.
+        static_gradients: keep the memory of gradients between steps, so that their addresses do not change. Otherwise
+            clearing gradients frees it.
     """
 
     forward_prefetch_units: int = 1
@@ -131,6 +168,7 @@ class SchedulePolicy:
     forward_prefetch_numel: int | None = None
     backward_prefetch_numel: int | None = None
     reshard_after_forward: bool | None = None
+    static_gradients: bool = False
 
     def __post_init__(self) -> None:
         for field in ("forward_prefetch_units", "backward_prefetch_units"):
@@ -156,3 +194,5 @@ class SchedulePolicy:
                 f"SchedulePolicy.reshard_after_forward: expected True, False or None, got "
                 f"{self.reshard_after_forward!r}."
             )
+        if not isinstance(self.static_gradients, bool):
+            raise ValueError(f"SchedulePolicy.static_gradients: expected a bool, got {self.static_gradients!r}.")

@@ -14,7 +14,7 @@ is no record_stream and no host synchronisation; each wait below names the hazar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -69,7 +69,7 @@ class FsdpContext:
         self.is_initializing = False
         self._random_state: list[torch.Tensor] = []
         self._backward_tasks: set[int] = set()
-        self.reductions = ReductionQueue()
+        self.reductions = ReductionQueue(self.reduce_scatter_stream)
 
     # --- construction ---------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class FsdpContext:
                 unit._fsdp_abandon_backward()
         if not self._backward_tasks:
             self.reshard_idle_units()
-        self.reductions.finish(self.current_stream(), self.reduce_scatter_stream)
+        self.reductions.finish(self.current_stream())
 
     def abandon_forward(self, root: Unit) -> None:
         """Bring units to rest whose forward was interrupted where torch runs no hooks, e.g. by a KeyboardInterrupt."""
@@ -281,16 +281,27 @@ class FsdpContext:
     # --- gradients ------------------------------------------------------------------------------------------------
 
     def reduce(self, unit: Unit) -> None:
-        """Start reducing a unit's gradients into its main gradients, or hold them back if its settings say so."""
-        groups = [group.gradients for group in unit.parameter_groups if group.requires_grad and group.gradients]
-        if not groups:
-            return
-        if not unit.reduces_gradients:
-            for gradients in groups:
-                gradients.hold()
-            return
-        with profile_range(f"fsdp.reduce {unit.name}"):
-            self.reductions.start(groups, self.current_stream(), self.reduce_scatter_stream)
+        """Start reducing a unit's gradients, as far as its placements and the microbatch say, or hold them back."""
+        self.reductions.reduce(unit, self.current_stream(), self.is_last_microbatch)
+
+    def finish_gradients(self) -> None:
+        """Finish all gradients that wait for a reduction, and let compute see them; every rank must call it.
+
+        Gradients that are held back without gradient sync stay so.
+        """
+        for unit in self.backward_order:
+            self.reductions.complete(unit, self.current_stream())
+        self.reductions.finish(self.current_stream())
+        self._note_finality(is_last=True)
+
+    def _note_finality(self, is_last: bool) -> None:
+        for unit in self.forward_order:
+            for group in unit.parameter_groups:
+                group.has_final_gradients = is_last and not group.has_unreduced_gradients
+
+    def release_gradients(self, release: Callable[[], None]) -> None:
+        """Call `release`, which frees gradients that compute may still read."""
+        self.reductions.release_gradients(release, self.current_stream())
 
     def register_post_backward_hook(self) -> None:
         """Have `post_backward` called when the running backward ends.
@@ -328,19 +339,17 @@ class FsdpContext:
             for unit in closing:
                 if unit.is_in_backward():
                     unit._fsdp_abandon_backward()
-            self.reductions.finish(self.current_stream(), self.reduce_scatter_stream)
+            self.reductions.finish(self.current_stream())
             raise
         if self._backward_tasks:
             return
-        for unit in self.backward_order:
-            # Held back by a unit that has not run since; with every rank the same, as settings are.
-            if unit.reduces_gradients and any(group.has_unreduced_gradients for group in unit.parameter_groups):
-                self.reduce(unit)
+        if self.is_last_microbatch:
+            for unit in self.backward_order:
+                # Left by a unit that has not run since; with every rank the same, as settings are.
+                self.reductions.complete(unit, self.current_stream())
         self.reshard_idle_units()
-        self.reductions.finish(self.current_stream(), self.reduce_scatter_stream)
-        for unit in self.forward_order:
-            for group in unit.parameter_groups:
-                group.has_final_gradients = self.is_last_microbatch and not group.has_unreduced_gradients
+        self.reductions.finish(self.current_stream())
+        self._note_finality(is_last=self.is_last_microbatch)
         self._require_rest()
 
     def _require_rest(self) -> None:
