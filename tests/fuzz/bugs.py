@@ -37,10 +37,10 @@ def _missing_second_reduction() -> Any:
     """A unit's gradients of the second microbatch are dropped."""
     reduce = GroupGradients.reduce
 
-    def drop(self: Any) -> None:
-        if any(parameter.grad is not None for parameter in self._sharded):
-            self.full.local.zero_()
-        reduce(self)
+    def drop(self: Any, is_last: bool, from_full: bool) -> None:
+        if from_full and any(parameter.grad is not None for parameter in self._sharded):
+            self.at.full.local.zero_()
+        reduce(self, is_last, from_full)
 
     return patch.object(GroupGradients, "reduce", drop)
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tests.fuzz.known import KNOWN
 from tests.fuzz.leaves import LEAVES
 from tests.fuzz.program import (
+    STRATEGIES,
     TRAINING_FORMS,
     Call,
     Cell,
@@ -51,10 +52,11 @@ def _program(random: Random, seed: int) -> Program:
     is_mixed = random.random() < 0.3
     num_roots = _pick(random, {1: 4, 2: 1})
     frozen_share = _pick(random, {0.0: 2, 0.2: 1, 0.6: 1})
+    world_size = _pick(random, {1: 1, 2: 3, 3: 1, 4: 1})
     make = _Tree(random, is_mixed, frozen_share)
     return Program(
         seed=seed,
-        world_size=_pick(random, {1: 1, 2: 3, 3: 1, 4: 1}),
+        world_size=world_size,
         width=random.randint(1, 6),
         batch=random.randint(1, 3),
         dtype=dtype,
@@ -65,12 +67,21 @@ def _program(random: Random, seed: int) -> Program:
         is_implicit=num_roots == 1 and random.random() < 0.3,
         is_unified=random.random() < 0.2,
         schedules=tuple(_schedule(random) for _ in range(random.randint(1, 3))),
+        **_sharding(random, world_size),
         reduction=_pick(random, {"average": 3, "sum": 1}),
         divisor=_pick(random, {1.0: 4, 3.0: 1}),
         optimizer=_pick(random, {"sgd": 1, "adam": 1, "adamw": 1}),
         norm_type=_pick(random, {2.0: 4, float("inf"): 1}),
         steps=tuple(_step(random) for _ in range(random.randint(1, 3))),
     )
+
+
+def _sharding(random: Random, world_size: int) -> dict[str, Any]:
+    outer = [size for size in (1, 2, world_size) if world_size % size == 0]
+    num_outer = random.choice(outer) if random.random() < 0.4 else None
+    if random.random() < 0.5:
+        return {"num_outer": num_outer}
+    return {"num_outer": num_outer, "strategies": tuple(random.choices(tuple(STRATEGIES), k=random.randint(1, 2)))}
 
 
 def _schedule(random: Random) -> Schedule:

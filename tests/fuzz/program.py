@@ -82,6 +82,14 @@ class Cell:
     is_tied: bool = False
 
 
+STRATEGIES = {
+    **{name: (name, "no_shard") for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")},
+    "outer_optim": ("optim", "optim"),
+    "hfsdp": ("optim_grads_params", "optim"),
+}
+"""What the inner and the outer mesh axis shard; with one axis, the inner one only."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Arguments of a `SchedulePolicy`; `numel` bounds both directions that prefetch at all."""
@@ -149,6 +157,8 @@ class Program:
         is_implicit: whether fully_shard runs outside a context; one root only.
         is_unified: whether both communication streams are one.
         schedules: of the units in turn, modulo their number.
+        strategies: likewise, keys of `STRATEGIES`.
+        num_outer: ranks along the outer of two mesh axes; None for a mesh of one axis.
         reduction: "average" or "sum".
         divisor: of gradients.
         optimizer: a key of `numbers.OPTIMIZERS`.
@@ -168,6 +178,8 @@ class Program:
     is_implicit: bool = False
     is_unified: bool = False
     schedules: tuple[Schedule, ...] = (Schedule(),)
+    strategies: tuple[str, ...] = ("optim_grads_params",)
+    num_outer: int | None = None
     reduction: str = "average"
     divisor: float = 1.0
     optimizer: str = "sgd"
@@ -185,6 +197,8 @@ def program_from_json(text: str) -> Program:
     for name, make in (("roots", _part), ("schedules", _plain(Schedule)), ("steps", _step)):
         if name in values:
             values[name] = tuple(make(item) for item in values[name])
+    if "strategies" in values:
+        values["strategies"] = tuple(values["strategies"])
     return Program(**values)
 
 
@@ -198,7 +212,9 @@ def cells_and_leaves(part: Leaf | Cell) -> Iterator[Leaf | Cell]:
 
 def is_valid(program: Program) -> bool:
     """Return whether a program has a meaning, and the same collectives on every rank by its own doing."""
-    if not program.roots or not program.steps or not program.schedules:
+    if not program.roots or not program.steps or not program.schedules or not program.strategies:
+        return False
+    if program.num_outer is not None and program.world_size % program.num_outer:
         return False
     if program.is_implicit and len(program.roots) > 1:
         return False

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron.core.distributed.fsdp.experimental import (
     FsdpContext,
     MixedPrecisionPolicy,
+    Placements,
     SchedulePolicy,
     clip_grad_norm_,
     fully_shard,
@@ -26,7 +27,7 @@ from megatron.core.distributed.fsdp.experimental import (
 from megatron.core.distributed.fsdp.experimental.device import observe
 from tests.fuzz.model import CellModule, Tape, build_roots, unit_modules
 from tests.fuzz.play import MAX_NORM, OPTIMIZERS, SCALE, Player, Record
-from tests.fuzz.program import Program, Schedule, Step
+from tests.fuzz.program import STRATEGIES, Program, Schedule, Step
 from tests.unit_tests.oracle import assert_at_rest, assert_same_on_all_ranks
 from tests.unit_tests.trace import Trace
 
@@ -82,7 +83,7 @@ def named(roots: list[CellModule]) -> dict[str, Any]:
 
 
 def _shard(program: Program, roots: list[CellModule]) -> FsdpContext:
-    mesh = None if program.is_implicit else _mesh()
+    mesh = None if program.is_implicit and program.num_outer is None else _mesh(program.num_outer)
     block = (
         nullcontext(None)
         if program.is_implicit
@@ -92,13 +93,15 @@ def _shard(program: Program, roots: list[CellModule]) -> FsdpContext:
     with block as context:
         for root in roots:
             for module in unit_modules(root):
+                placements = _placements(program, number)
                 fully_shard(
                     module,
                     mesh,
+                    placements,
                     mixed_precision_policy=POLICIES[program.policy],
                     grad_divisor=program.divisor,
                     gradient_reduction=program.reduction,
-                    schedule_policy=_schedule_policy(program.schedules[number % len(program.schedules)]),
+                    schedule_policy=_schedule_policy(program.schedules[number % len(program.schedules)], placements),
                 )
                 number += 1
     unit: Any = roots[0]
@@ -106,17 +109,26 @@ def _shard(program: Program, roots: list[CellModule]) -> FsdpContext:
 
 
 @cache
-def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+def _mesh(num_outer: int | None) -> DeviceMesh:
+    world_size = dist.get_world_size()
+    if num_outer is None:
+        return init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    return init_device_mesh("cpu", (num_outer, world_size // num_outer), mesh_dim_names=("outer", "dp"))
 
 
-def _schedule_policy(schedule: Schedule) -> SchedulePolicy:
+def _placements(program: Program, number: int) -> Placements:
+    inner, outer = STRATEGIES[program.strategies[number % len(program.strategies)]]
+    return Placements.from_strategy(inner, outer=None if program.num_outer is None else outer)
+
+
+def _schedule_policy(schedule: Schedule, placements: Placements) -> SchedulePolicy:
+    gathers = any(at.is_shard() for at in placements.parameter)
     return SchedulePolicy(
         forward_prefetch_units=schedule.forward,
         backward_prefetch_units=schedule.backward,
         forward_prefetch_numel=schedule.numel if schedule.forward else None,
         backward_prefetch_numel=schedule.numel if schedule.backward else None,
-        reshard_after_forward=schedule.reshard,
+        reshard_after_forward=schedule.reshard if gathers else None,
     )
 
 

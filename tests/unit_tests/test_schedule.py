@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp.experimental import (
     FsdpContext,
     MixedPrecisionPolicy,
+    Placements,
     SchedulePolicy,
     fully_shard,
     fully_shard_context,
@@ -50,12 +52,14 @@ def _train(
     aside: bool = False,
     dtype: torch.dtype = torch.float32,
     context: dict[str, Any] | None = None,
+    mesh_shape: tuple[int, ...] | None = None,
     **shard: Any,
 ) -> nn.Module:
+    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape)
     with observe(trace):
         model = (_Aside() if aside else build("mlp")).to(dtype)
         with fully_shard_context("cpu", **(context or {})) as fsdp_context:
-            shard_layers(model, **shard)
+            shard_layers(model, mesh=mesh, **shard)
         optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
         inputs, targets = make_batch(model, 4, seed=0)
         for _ in range(NUM_STEPS):
@@ -142,6 +146,21 @@ RECIPES: dict[str, dict[str, Any]] = {
     "reshard": {"schedule_policy": SchedulePolicy(reshard_after_forward=True)},
     "keep": {"schedule_policy": SchedulePolicy(reshard_after_forward=False)},
     "aside": {"aside": True},
+    **{
+        f"{strategy}_{dtype}": {"placements": Placements.from_strategy(strategy), "dtype": getattr(torch, dtype)}
+        for strategy in ("no_shard", "optim", "optim_grads")
+        for dtype in ("float32", "bfloat16")
+    },
+    **{
+        f"outer_{outer}_{shape}": {
+            "placements": Placements.from_strategy("optim_grads_params", outer=outer),
+            "mesh_shape": shape,
+            "dtype": torch.bfloat16,
+            "mixed_precision_policy": MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16),
+        }
+        for outer in ("no_shard", "optim")
+        for shape in ((1, 2), (2, 1))
+    },
     "deep": {"schedule_policy": SchedulePolicy(forward_prefetch_units=3, backward_prefetch_units=3)},
 }
 
@@ -161,7 +180,7 @@ def test_no_races(recipe: str) -> None:
 def test_every_wait_is_needed() -> None:
     """Without any one of the schedule's waits the trace shows a race, so a wait can be neither lost nor superfluous."""
     ((_, sites),) = run_ranks(1, _races, RECIPES["bf16"])
-    assert len(sites) == 7
+    assert len(sites) == 8
     for site in sites:
         recipe = "aside" if "await_gathers" in site else "bf16"
         ((races, _),) = run_ranks(1, _races, RECIPES[recipe], site)

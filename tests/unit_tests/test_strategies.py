@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
