@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_runtimes import OPTIONAL_MODULES, RUNTIMES
+from benchmark_runtimes import OPTIONAL_MODULES, RUNTIMES, STRATEGIES
 from benchmark_step import SETTLED_STEPS
 from decoder import SHAPES
 
@@ -56,7 +56,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     models = [name for name in SHAPES if name != "tiny"] if torch.cuda.is_available() else ["tiny"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=models, help="default here: %(default)s")
-    parser.add_argument("--runtimes", nargs="+", choices=RUNTIMES, default=list(RUNTIMES), help="default: all")
+    choices = [*RUNTIMES, *STRATEGIES]
+    parser.add_argument("--runtimes", nargs="+", choices=choices, default=list(RUNTIMES), help="default: %(default)s")
     parser.add_argument("--nproc-per-node", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=6, help="steps before them (default: %(default)s)")

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from decoder import Decoder, Layer
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 @dataclass(frozen=True)
@@ -86,26 +86,43 @@ def megatron_fsdp(model: Decoder, mesh: DeviceMesh) -> Setup:
     return Setup(wrapped, fully_shard_optimizer(adamw(wrapped.parameters())))
 
 
-def fsdp_v2(model: Decoder, mesh: DeviceMesh) -> Setup:
-    """Megatron-FSDP v2, this repository: fp32 main weights, bf16 compute, gradients and reductions."""
+def fsdp_v2(
+    model: Decoder, mesh: DeviceMesh, *, strategy: str = "optim_grads_params", outer: str | None = None
+) -> Setup:
+    """Megatron-FSDP v2, this repository: fp32 main weights and gradients, bf16 compute and reductions.
+
+    With an outer strategy all ranks lie along the outer of two axes.
+    """
     from megatron.core.distributed.fsdp.experimental import (
         MixedPrecisionPolicy,
+        Placements,
         fully_shard,
         fully_shard_context,
         fully_shard_optimizer,
     )
 
-    policy = MixedPrecisionPolicy(torch.float32, main_grads_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(torch.float32, grad_comm_dtype=torch.bfloat16)
+    placements = Placements.from_strategy(strategy, outer=outer)
+    if outer is not None:
+        mesh = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("outer", "inner"))
     model.bfloat16()
     with fully_shard_context():
         for layer in model.layers:
-            fully_shard(layer, mesh, mixed_precision_policy=policy)
-        fully_shard(model, mesh, mixed_precision_policy=policy)
+            fully_shard(layer, mesh, placements, mixed_precision_policy=policy)
+        fully_shard(model, mesh, placements, mixed_precision_policy=policy)
     return Setup(model, fully_shard_optimizer(adamw(model.parameters())))
 
 
 RUNTIMES: dict[str, Callable[[Decoder, DeviceMesh], Setup]] = {
     recipe.__name__: recipe for recipe in (plain, plain_adamw, ddp, fsdp2, megatron_fsdp, fsdp_v2)
 }
+STRATEGIES: dict[str, Callable[[Decoder, DeviceMesh], Setup]] = {
+    "fsdp_v2_no_shard": partial(fsdp_v2, strategy="no_shard"),
+    "fsdp_v2_optim": partial(fsdp_v2, strategy="optim"),
+    "fsdp_v2_optim_grads": partial(fsdp_v2, strategy="optim_grads"),
+    "fsdp_v2_hsdp": partial(fsdp_v2, outer="no_shard"),
+    "fsdp_v2_hfsdp": partial(fsdp_v2, outer="optim"),
+}
+"""Other strategies than ZeRO-3 of this repository, which are measured when they are asked for."""
 OPTIONAL_MODULES = {"megatron_fsdp": "megatron_fsdp"}
 """The modules that runtimes need and a machine may lack."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark_runtimes import RUNTIMES, Setup
+from benchmark_runtimes import RUNTIMES, STRATEGIES, Setup
 from decoder import SHAPES, Decoder, Shape
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -72,7 +72,7 @@ class Bench:
             model = Decoder(self.shape)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-        self.setup: Setup = RUNTIMES[runtime](model, mesh)
+        self.setup: Setup = {**RUNTIMES, **STRATEGIES}[runtime](model, mesh)
         generator = torch.Generator(device=device).manual_seed(100 + dist.get_rank())
         size = (self.shape.batch, self.shape.sequence + 1)
         self.text = torch.randint(0, self.shape.vocab, size, device=device, generator=generator)
@@ -201,7 +201,7 @@ def main() -> None:
     """Read the command line, measure, and leave the result or the error in the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, required=True)
-    parser.add_argument("--runtime", choices=RUNTIMES, required=True)
+    parser.add_argument("--runtime", choices=[*RUNTIMES, *STRATEGIES], required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)

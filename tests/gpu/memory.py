@@ -1,15 +1,9 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Memory at rest and at the peak of a step is what a formula says, whatever the depth.
+"""Memory at rest and at the peak of a step is what a formula says, for every strategy and whatever the depth.
 
-For a model of N elements in equal units of U, bf16 compute and fp32 main weights and gradients, on n ranks, in bytes:
-
-    rest  =  N / n * (4 main weight + 2 compute weight + 4 main gradient + 8 Adam)
-    peak  =  rest
-             + 2 * 2 U    gathered weights of the unit that runs backward and of the next one
-             +     2 U    that unit's gradients, not packed yet
-             + 2 * 4 U    packed gradients of two units, one of them being reduced
-             + A          activations: what a forward of the same model keeps, measured without sharding
+The formula is `tests/unit_tests/accounting.py`'s, for bf16 compute, fp32 main weights and gradients and Adam, to which a
+step adds activations: what a forward of the same model keeps, measured without sharding.
 
 The allocator rounds each tensor up and the layout pads: rest may be off by REST_TOLERANCE, peak - rest by
 PEAK_TOLERANCE. cuBLAS takes its workspaces from the same allocator, so that bytes are counted from after a first use.
@@ -23,9 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.distributed.fsdp.experimental import fully_shard, fully_shard_optimizer
+from megatron.core.distributed.fsdp.experimental import Placements, fully_shard, fully_shard_optimizer
 from tests.gpu.checks import IS_DRY, Check
+from tests.unit_tests.accounting import Cost
 from tests.unit_tests.launch import DEVICE
 from tests.unit_tests.models import Block
 
@@ -35,8 +31,8 @@ REST_TOLERANCE = 0.02
 PEAK_TOLERANCE = 0.05
 MIB = 2**20
 
-BYTES_AT_REST = 4 + 2 + 4 + 8
-BYTES_IN_FLIGHT = 2 * 2 + 2 + 2 * 4
+ADAM_BYTES = 8
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def _allocated() -> int:
@@ -70,8 +66,11 @@ def _activation_bytes(depth: int, batch: torch.Tensor) -> int:
     return kept
 
 
-def follows_the_formula(depth: int) -> str:
+def follows_the_formula(depth: int, strategy: str, outer: str | None, num_outer: int) -> str:
     """Rest, peak, and nothing left when the model is gone."""
+    world_size = dist.get_world_size()
+    shape = (world_size,) if outer is None else (num_outer, world_size // num_outer)
+    placements = Placements.from_strategy(strategy, outer=outer)
     batch = torch.randn(NUM_ROWS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
     _step(_model(1), batch)
     gc.collect()
@@ -80,9 +79,10 @@ def follows_the_formula(depth: int) -> str:
     before = _allocated()
     model = _model(depth)
     numel = sum(parameter.numel() for parameter in model.parameters())
+    mesh = init_device_mesh(DEVICE, shape)
     for block in model:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh, placements)
+    fully_shard(model, mesh, placements)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
     for _ in range(2):
         _step(model, batch)
@@ -96,8 +96,9 @@ def follows_the_formula(depth: int) -> str:
     del model, block, optimizer
     gc.collect()
     left = _allocated() - before
-    expected_rest = BYTES_AT_REST * numel / dist.get_world_size()
-    expected_above = BYTES_IN_FLIGHT * numel / depth + activations
+    cost = Cost(placements, shape, depth, numel // depth, compute_bytes=2, main_bytes=4, has_one_dtype=False)
+    expected_rest = cost.rest(ADAM_BYTES)
+    expected_above = cost.peak_above_rest(counts_autograd=True) + activations
     if IS_DRY:
         return f"formula only: {expected_rest:.0f} bytes at rest and {expected_above:.0f} above"
     measured = (
@@ -110,4 +111,17 @@ def follows_the_formula(depth: int) -> str:
     return measured
 
 
-CHECKS = [Check(f"memory_of_{depth}_layers_follows_the_formula", follows_the_formula, (depth,)) for depth in (8, 16)]
+_CASES: list[tuple[int, str, str | None, int]] = [
+    (16, "optim_grads_params", None, 1),
+    *((8, strategy, None, 1) for strategy in STRATEGIES),
+    *((8, "optim_grads_params", outer, num_outer) for outer in ("no_shard", "optim") for num_outer in (1, 2)),
+]
+CHECKS = [
+    Check(
+        f"memory_of_{case[0]}_layers_{case[1]}" + (f"_outer_{case[2]}_{case[3]}" if case[2] else ""),
+        follows_the_formula,
+        case,
+        min_ranks=case[3],
+    )
+    for case in _CASES
+]
