@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory at rest and at the peak of a step is what a formula says, for every strategy and whatever the depth.
 
-The formula is `tests/unit_tests/accounting.py`'s, for bf16 compute, fp32 main weights and gradients and Adam, to which a
+The formula is that of `tests/unit_tests/accounting.py`, for bf16 compute, fp32 main weights and gradients and Adam; a
 step adds activations: what a forward of the same model keeps, measured without sharding.
 
 The allocator rounds each tensor up and the layout pads: rest may be off by REST_TOLERANCE, peak - rest by
