@@ -7,15 +7,22 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.experimental import FsdpModule, fully_shard, fully_shard_optimizer
+from megatron.core.distributed.fsdp.experimental import (
+    FsdpModule,
+    fully_shard,
+    fully_shard_context,
+    fully_shard_optimizer,
+)
+from megatron.core.distributed.fsdp.experimental.boundary import ForwardCall
 from tests.unit_tests.cases.compare import compare_training
-from tests.unit_tests.launch import run_ranks
+from tests.unit_tests.launch import DEVICE, run_ranks
 from tests.unit_tests.models import shard_layers
 from tests.unit_tests.oracle import assert_at_rest
 
@@ -248,3 +255,59 @@ def _deleted_after_exception(where: str, steps_after: int) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_pb114_deletion_after_an_exception_frees_at_once(where: str, steps_after: int) -> None:
     run_ranks(2, _deleted_after_exception, where, steps_after)
+
+
+class _Branching(nn.Module):
+    """Returns, keeps and collects tensors, some of which are made before the unit inside runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        early = self.first(x).tanh()
+        self.kept = early.mean()
+        losses.append(early.square().mean())
+        return {"early": early, "inner": self.inner(early), "input": x}
+
+
+CALLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "trained": lambda layers, x: _run_branches(layers, x).backward(),
+    "never_backward": lambda layers, x: _run_branches(layers, x) and None,
+    "retained": lambda layers, x: _run_branches(layers, x).backward(retain_graph=True),
+    "input_gradient": lambda layers, x: torch.autograd.grad(_run_branches(layers, x), x) and None,
+}
+
+
+def _run_branches(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    losses: list[torch.Tensor] = []
+    for layer in layers:
+        out = layer(x, losses)
+        x = out["inner"] + out["input"]
+    total: torch.Tensor = x.sum() + out["early"].sum() + sum(losses) + sum(layer.kept for layer in layers)
+    for layer in layers:
+        layer.kept = None
+    return total
+
+
+def _calls_die_with_their_graph(how: str) -> None:
+    layers = [_Branching() for _ in range(3)]
+    with fully_shard_context(DEVICE):
+        for layer in layers:
+            fully_shard(layer.inner)
+            fully_shard(layer)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            CALLS[how](layers, torch.ones(2, 6, requires_grad=True))
+            assert not any(type(item) is ForwardCall for item in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_what_a_forward_notes_dies_with_its_graph(how: str) -> None:
+    """Nothing grows from step to step, with the garbage collector off."""
+    run_ranks(1, _calls_die_with_their_graph, how)

@@ -12,6 +12,11 @@ first, so that it comes to the producer of an input only after all operations of
 were not used have no gradient then and get none. A unit none of whose inputs needs a gradient has no such sign: its
 backward ends with the whole one. Its parameters cannot give the sign, since ranks may use different ones, and would
 then reduce in different orders.
+
+[Note: what a call may hold]
+A hook on an output's node holds the call, so that it lives as long as the graph. The call must therefore not hold that
+node, or any later one: such a cycle runs through C++, where no garbage collector finds it. It holds the nodes of its
+inputs, which come before, and asks those whether the running backward comes to it at all.
 """
 
 from __future__ import annotations
@@ -62,7 +67,6 @@ class ForwardCall:
         self.closed_in = -1
         self._first_node: int = torch._C._autograd._get_sequence_nr()
         self._inputs: list[Any] = []
-        self._outputs: list[Any] = []
         self._passing: list[torch.Tensor] = []
         self._writable: list[tuple[Any, list[torch.Tensor]]] = []
         self._lent: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
@@ -146,9 +150,8 @@ class ForwardCall:
         is_needed = False
         passing = {id(tensor) for tensor in self._passing}
         for tensor in tensors_in(outputs):
-            if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in passing:
+            if tensor.requires_grad and self.has_made(tensor) and id(tensor) not in passing:
                 is_needed = True
-                self._outputs.append(tensor.grad_fn)
                 hook = _OutputHook(self)
                 inner = getattr(tensor, "_fsdp_output_hook", None)
                 if inner is not None:
@@ -229,7 +232,7 @@ class ForwardCall:
         self._pending = {number for number, node in enumerate(self._inputs) if _is_reached(node)}
         self._tells = bool(self._pending) and not self.is_opaque
         for inner in self._inner():
-            inner.is_closed = not any(_is_reached(node) for node in inner._outputs)
+            inner.is_closed = bool(inner._inputs) and not any(_is_reached(node) for node in inner._inputs)
 
     def input_ready(self, number: int) -> None:
         """Note the gradient of one input; tell the unit of the last one."""
