@@ -13,6 +13,7 @@ from megatron.pretrain.values import decay, integer, number, one_of
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16", "auto")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+OUTER_SHARDING_STRATEGIES = ("no_shard", "optim")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -297,7 +298,20 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         "--data-parallel-sharding-strategy",
         type=one_of(*SHARDING_STRATEGIES),
         default="optim_grads_params",
-        help="what Megatron-FSDP v2 shards; only optim_grads_params for now",
+        help="what Megatron-FSDP v2 shards: no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or "
+        "optim_grads_params (ZeRO-3)",
+    )
+    add(
+        "--num-distributed-optimizer-instances",
+        type=_count,
+        default=1,
+        help="Megatron-FSDP v2: groups of ranks that each shard by themselves and hold replicas of each other (HSDP)",
+    )
+    add(
+        "--outer-dp-sharding-strategy",
+        type=one_of(*OUTER_SHARDING_STRATEGIES),
+        default="no_shard",
+        help="what corresponding ranks of these groups shard: no_shard, or optim (HFSDP)",
     )
     add(
         "--megatron-fsdp-main-params-dtype",
@@ -316,6 +330,11 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         type=one_of(*DTYPE_NAMES),
         default="auto",
         help="gradients on the wire; auto keeps the accumulated ones'",
+    )
+    add(
+        "--megatron-fsdp-static-gradients",
+        action="store_true",
+        help="keep the memory of gradients between steps, so that their addresses do not change",
     )
     add(
         "--use-distributed-optimizer",

@@ -7,6 +7,7 @@ taking it for rank 0 would let several processes write the same files.
 """
 
 import argparse
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,12 +72,15 @@ def find_place(environment: Mapping[str, str]) -> Place:
 def start_process_groups(args: argparse.Namespace, place: Place) -> None:
     """Initialise torch.distributed and megatron-core's groups, with every rank data-parallel.
 
+    Ranks of one of several optimizer instances are neighbours: of four ranks, 0 and 1, then 2 and 3.
+
     Args:
         args: Validated arguments.
         place: From ``find_place``.
 
     Raises:
-        ValueError: NCCL on a host without CUDA, or fewer devices than local ranks.
+        ValueError: NCCL on a host without CUDA, fewer devices than local ranks, or optimizer instances without the
+            library that megatron-core builds their groups with.
     """
     from megatron.core import parallel_state
 
@@ -85,6 +89,12 @@ def start_process_groups(args: argparse.Namespace, place: Place) -> None:
     if backend == "nccl" and not has_cuda:
         raise ValueError(
             "Backend: expected gloo on a host without CUDA, got nccl for --distributed-backend. Drop the flag."
+        )
+    if args.num_distributed_optimizer_instances > 1 and importlib.util.find_spec("einops") is None:
+        raise ValueError(
+            "Optimizer instances: expected the package einops, with which megatron-core builds their process groups, "
+            f"got a Python without it for --num-distributed-optimizer-instances "
+            f"{args.num_distributed_optimizer_instances}. Run pip install einops, or drop the flag."
         )
     if has_cuda:
         if place.local_rank >= torch.cuda.device_count():
@@ -103,4 +113,6 @@ def start_process_groups(args: argparse.Namespace, place: Place) -> None:
         # Without it NCCL guesses the device from the global rank.
         device_id=torch.device("cuda", place.local_rank) if backend == "nccl" else None,
     )
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances
+    )

@@ -130,10 +130,13 @@ def _wrap(
         ddp_config = v2.DistributedDataParallelConfig(
             use_megatron_fsdp_v2=True,
             data_parallel_sharding_strategy=args.data_parallel_sharding_strategy,
+            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+            outer_dp_sharding_strategy=args.outer_dp_sharding_strategy,
             grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
             megatron_fsdp_main_params_dtype=_DTYPES[args.megatron_fsdp_main_params_dtype],
             megatron_fsdp_main_grads_dtype=_DTYPES[args.megatron_fsdp_main_grads_dtype],
             megatron_fsdp_grad_comm_dtype=_DTYPES[args.megatron_fsdp_grad_comm_dtype],
+            megatron_fsdp_static_gradients=args.megatron_fsdp_static_gradients,
             overlap_grad_reduce=True,
             overlap_param_gather=True,
             check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,

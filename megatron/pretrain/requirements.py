@@ -12,9 +12,12 @@ from dataclasses import dataclass
 FSDP_V2_FLAGS = (
     "--use-megatron-fsdp-v2",
     "--data-parallel-sharding-strategy",
+    "--num-distributed-optimizer-instances",
+    "--outer-dp-sharding-strategy",
     "--megatron-fsdp-main-params-dtype",
     "--megatron-fsdp-main-grads-dtype",
     "--megatron-fsdp-grad-comm-dtype",
+    "--megatron-fsdp-static-gradients",
 )
 DDP_FLAGS = (
     "--use-distributed-optimizer",
@@ -103,6 +106,11 @@ REQUIREMENTS = (
     ),
     _R(("--grad-reduce-in-bf16",), "--bf16", lambda a: a.bf16),
     _R(FSDP_V2_FLAGS, "--use-megatron-fsdp-v2", lambda a: a.use_megatron_fsdp_v2),
+    _R(
+        ("--outer-dp-sharding-strategy",),
+        "--num-distributed-optimizer-instances above 1",
+        lambda a: a.num_distributed_optimizer_instances > 1,
+    ),
     _R(
         DDP_FLAGS,
         "megatron-core's DDP, not --use-megatron-fsdp-v2 (which shards and overlaps by itself)",

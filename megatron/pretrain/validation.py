@@ -21,11 +21,11 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
 
     Raises:
         ValueError: Two values do not fit together, a flag would do nothing, or a tokenizer cannot be loaded.
-        NotImplementedError: A parallelism other than data parallelism, or a sharding other than ZeRO-3.
+        NotImplementedError: A parallelism other than data parallelism.
     """
     check_requirements(args)
     _check_parallelism(args)
-    _check_fsdp(args)
+    _check_fsdp(args, world_size)
     _complete_model(args)
     _complete_data(args)
     _complete_batch(args, world_size)
@@ -47,15 +47,17 @@ def _check_parallelism(args: argparse.Namespace) -> None:
             )
 
 
-def _check_fsdp(args: argparse.Namespace) -> None:
-    """Check the dtypes of Megatron-FSDP v2 against those of the model and of the reduction."""
+def _check_fsdp(args: argparse.Namespace, world_size: int) -> None:
+    """Check Megatron-FSDP v2's mesh against the ranks, and its dtypes against those of model and reduction."""
     if not args.use_megatron_fsdp_v2:
         return
-    strategy = args.data_parallel_sharding_strategy
-    if strategy != "optim_grads_params":
-        raise NotImplementedError(
-            f"Sharding: expected optim_grads_params, got {strategy} for --data-parallel-sharding-strategy. "
-            "Drop the flag: other strategies are not offered yet."
+    if world_size % args.num_distributed_optimizer_instances:
+        _fail(
+            "Optimizer instances",
+            f"a divisor of the {world_size} data-parallel rank(s)",
+            str(args.num_distributed_optimizer_instances),
+            "--num-distributed-optimizer-instances",
+            "Change it or the number of ranks",
         )
     main_params, compute = args.megatron_fsdp_main_params_dtype, "bf16" if args.bf16 else "fp32"
     allowed = ("fp32", "bf16", "auto") if args.bf16 else ("fp32", "auto")
@@ -75,6 +77,17 @@ def _check_fsdp(args: argparse.Namespace) -> None:
             main_grads,
             "--megatron-fsdp-main-grads-dtype",
             "Add --grad-reduce-in-bf16" if args.bf16 else "Drop the flag, or add --bf16 --grad-reduce-in-bf16",
+        )
+    if main_grads == "auto":
+        main_grads = "bf16" if args.grad_reduce_in_bf16 else "fp32"
+    sent = args.megatron_fsdp_grad_comm_dtype
+    if main_grads != "fp32" and sent not in (main_grads, "auto"):
+        _fail(
+            "Gradients",
+            f"{main_grads} or auto with gradients that accumulate in {main_grads}",
+            sent,
+            "--megatron-fsdp-grad-comm-dtype",
+            "Drop the flag, or add --megatron-fsdp-main-grads-dtype fp32",
         )
 
 

@@ -131,6 +131,11 @@ def test_an_unknown_flag_is_refused_on_every_rank() -> None:
     assert_refused(("--hiden-size", "64"), error)
 
 
+def test_instances_that_do_not_divide_the_ranks_are_refused_on_every_rank() -> None:
+    flags = ("--use-megatron-fsdp-v2", "--num-distributed-optimizer-instances", "3")
+    assert_refused(flags, "expected a divisor of the 2 data-parallel rank(s), got 3 for --num-distributed-opt")
+
+
 def test_a_damaged_index_is_refused_on_every_rank(folder: Path) -> None:
     write_data(folder / "cut", vocab_size=50, seed=3)
     index = folder / "cut.idx"

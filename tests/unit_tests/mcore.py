@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -39,10 +40,18 @@ VOCABULARY = 29
 SAMPLES = 2
 
 
-def start() -> None:
-    """Initialise megatron-core's process groups; workers serve many tests, so only once."""
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+_instances = 0
+
+
+def start(instances: int = 1) -> None:
+    """Initialise megatron-core's process groups; workers serve many tests, so only where a test wants others."""
+    global _instances
+    if parallel_state.model_parallel_is_initialized():
+        if instances == _instances:
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+    _instances = instances
 
 
 @contextmanager
@@ -171,6 +180,40 @@ def gpt_losses(model: Any, text: torch.Tensor, labels: torch.Tensor) -> torch.Te
     positions = torch.arange(SEQUENCE).expand(SAMPLES, -1)
     losses: torch.Tensor = model(text, positions, None, labels=labels)
     return losses.float()
+
+
+def tower_gradients(step: int, microbatches: int = 1, tower: Any = None) -> dict[str, torch.Tensor]:
+    """Return the mean over ranks of the sum over microbatches, computed in this process alone."""
+    tower = build_tower() if tower is None else tower
+    world = dist.get_world_size()
+    for index in range(microbatches):
+        for rank in range(world):
+            (tower_loss(tower, step, index, rank) / world).backward()
+    return {name: parameter.grad for name, parameter in tower.named_parameters()}
+
+
+def _forward_step(batches: Iterator[Any], model: Any) -> Any:
+    text, labels, mask = next(batches)
+
+    def loss_func(losses: torch.Tensor) -> Any:
+        total = (losses * mask).sum()
+        count = mask.sum().to(torch.int)
+        return total, count, {"loss": total.detach().clone()}  # the schedule scales in place
+
+    return gpt_losses(model, text, labels), loss_func
+
+
+def run_schedule(chunk: Any, step: int, microbatches: int, *, forward_only: bool = False) -> Any:
+    """Run one step of a GPT under megatron-core's own schedule."""
+    return get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter([tokens(step, index, my_rank()) for index in range(microbatches)]),
+        model=[chunk],
+        num_microbatches=microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=SAMPLES,
+        forward_only=forward_only,
+    )
 
 
 def optimizer_config(**changes: Any) -> OptimizerConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -40,8 +39,10 @@ from tests.unit_tests.mcore import (
     full_weights,
     gpt_losses,
     my_rank,
+    run_schedule,
     start,
     tokens,
+    tower_gradients,
     tower_loss,
     wrap,
 )
@@ -59,7 +60,10 @@ HONOURED = {
     "megatron_fsdp_main_grads_dtype",
     "megatron_fsdp_main_params_dtype",
     "megatron_fsdp_reshard_after_forward",
+    "megatron_fsdp_static_gradients",
     "megatron_fsdp_unify_communication_stream",
+    "num_distributed_optimizer_instances",
+    "outer_dp_sharding_strategy",
     "overlap_grad_reduce",
     "overlap_param_gather",
     "use_distributed_optimizer",
@@ -75,29 +79,6 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
 
 
-def _forward_step(batches: Iterator[Any], model: Any) -> Any:
-    text, labels, mask = next(batches)
-
-    def loss_func(losses: torch.Tensor) -> Any:
-        total = (losses * mask).sum()
-        count = mask.sum().to(torch.int)
-        return total, count, {"loss": total.detach().clone()}  # the schedule scales in place
-
-    return gpt_losses(model, text, labels), loss_func
-
-
-def _run_schedule(chunk: Any, step: int, microbatches: int, *, forward_only: bool = False) -> Any:
-    return get_forward_backward_func()(
-        forward_step_func=_forward_step,
-        data_iterator=iter([tokens(step, index, my_rank()) for index in range(microbatches)]),
-        model=[chunk],
-        num_microbatches=microbatches,
-        seq_length=mcore.SEQUENCE,
-        micro_batch_size=mcore.SAMPLES,
-        forward_only=forward_only,
-    )
-
-
 def _train_gpt_sharded(model: Any, microbatches: int, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Train with megatron-core's schedule; return the chunk and the gradients of the last step."""
     chunk = wrap(model, **options)
@@ -111,7 +92,7 @@ def _train_gpt_sharded(model: Any, microbatches: int, **options: Any) -> tuple[A
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
         with CollectiveLog() as log:
-            _run_schedule(chunk, step, microbatches)
+            run_schedule(chunk, step, microbatches)
         assert_at_rest(chunk.module)
         assert_same_on_all_ranks(log.entries)
         gradients = full_gradients(chunk)
@@ -216,7 +197,7 @@ def _evaluation() -> None:
         get_model_config(chunk).no_sync_func = chunk.no_sync
         chunk.eval()
         with torch.no_grad():
-            losses = _run_schedule(chunk, 0, 2, forward_only=True)
+            losses = run_schedule(chunk, 0, 2, forward_only=True)
             expected = [
                 (gpt_losses(reference, text, labels) * mask).sum()
                 for text, labels, mask in (tokens(0, index, my_rank()) for index in range(2))
@@ -494,19 +475,9 @@ def _train_tower(chunk: Any, *, steps: int = 3, microbatches: int = 1) -> None:
         optimizer.step()
 
 
-def _tower_gradients(step: int, microbatches: int = 1, tower: Any = None) -> dict[str, torch.Tensor]:
-    """Return the mean over ranks of the sum over microbatches, computed in this process alone."""
-    tower = build_tower() if tower is None else tower
-    world = dist.get_world_size()
-    for index in range(microbatches):
-        for rank in range(world):
-            (tower_loss(tower, step, index, rank) / world).backward()
-    return {name: parameter.grad for name, parameter in tower.named_parameters()}
-
-
 def _no_sync() -> None:
     start()
-    expected = _tower_gradients(0, microbatches=3)
+    expected = tower_gradients(0, microbatches=3)
     for marked in ([], [0], [1], [0, 1]):
         chunk = wrap(build_tower())
         for index in range(3):
@@ -535,7 +506,7 @@ def _scale_and_zero() -> None:
     chunk = wrap(build_tower())
     tower_loss(chunk.module, 0, 0, my_rank()).backward()
     first = full_gradients(chunk)
-    assert_close(first, _tower_gradients(0))
+    assert_close(first, tower_gradients(0))
     chunk.scale_gradients(0.5)
     assert_equal(full_gradients(chunk), {name: gradient / 2 for name, gradient in first.items()})
     chunk.scale_gradients(torch.tensor(0.25))
@@ -546,7 +517,7 @@ def _scale_and_zero() -> None:
     assert all(parameter.grad is None for parameter in chunk.parameters())
     chunk.scale_gradients(3.0)
     tower_loss(chunk.module, 1, 0, my_rank()).backward()
-    assert_close(full_gradients(chunk), _tower_gradients(1))
+    assert_close(full_gradients(chunk), tower_gradients(1))
 
 
 def test_scaling_by_numbers_and_tensors_and_clearing() -> None:
@@ -556,14 +527,14 @@ def test_scaling_by_numbers_and_tensors_and_clearing() -> None:
 def _per_token_sums() -> None:
     """With calculate_per_token_loss gradients are summed, whatever average_in_collective says."""
     start()
-    expected = {name: 2 * gradient for name, gradient in _tower_gradients(0).items()}
+    expected = {name: 2 * gradient for name, gradient in tower_gradients(0).items()}
     for average in (False, True):
         chunk = wrap(build_tower(calculate_per_token_loss=True), average_in_collective=average)
         tower_loss(chunk.module, 0, 0, my_rank()).backward()
         assert_close(full_gradients(chunk), expected)
         chunk = wrap(build_tower(), average_in_collective=average)
         tower_loss(chunk.module, 0, 0, my_rank()).backward()
-        assert_close(full_gradients(chunk), _tower_gradients(0))
+        assert_close(full_gradients(chunk), tower_gradients(0))
 
 
 def test_per_token_losses_are_summed_over_ranks() -> None:
@@ -579,7 +550,7 @@ def _process_groups() -> None:
     )
     assert chunk.data_parallel_group is groups.dp_cp
     tower_loss(chunk.module, 0, 0, my_rank()).backward()
-    assert_close(full_gradients(chunk), _tower_gradients(0))
+    assert_close(full_gradients(chunk), tower_gradients(0))
     alone = [dist.new_group([rank]) for rank in range(2)][my_rank()]
     tower, reference = build_tower(), build_tower()
     chunk = adapter.FullyShardedDataParallel(
@@ -675,18 +646,19 @@ def _schedule_options() -> None:
     def policies(**options: Any) -> set[tuple[Any, ...]]:
         chunk = wrap(build_tower(), **options)
         return {
-            (p.forward_prefetch_units, p.backward_prefetch_units, p.reshard_after_forward)
+            (p.forward_prefetch_units, p.backward_prefetch_units, p.reshard_after_forward, p.static_gradients)
             for p in (unit.schedule_policy for unit in chunk.fsdp_units())
         }
 
     counts = {"megatron_fsdp_forward_prefetch_units": 3, "megatron_fsdp_backward_prefetch_units": 2}
-    assert policies() == {(0, 0, None)}
+    assert policies() == {(0, 0, None, False)}
     for name, count in counts.items():
         with pytest.raises(NotImplementedError, match=rf"{name}: expected 1, got {count}; it would have no effect"):
             policies(**{name: count})
-    assert policies(overlap_param_gather=True) == {(1, 1, None)}
-    assert policies(overlap_param_gather=True, **counts) == {(3, 2, None)}
-    assert policies(megatron_fsdp_reshard_after_forward=True) == {(0, 0, True)}
+    assert policies(overlap_param_gather=True) == {(1, 1, None, False)}
+    assert policies(overlap_param_gather=True, **counts) == {(3, 2, None, False)}
+    assert policies(megatron_fsdp_reshard_after_forward=True) == {(0, 0, True, False)}
+    assert policies(megatron_fsdp_static_gradients=True) == {(0, 0, None, True)}
     for unify in (False, True):
         with CollectiveLog():  # without an observer, all streams of a host are one
             context = wrap(build_tower(), megatron_fsdp_unify_communication_stream=unify).fsdp_context
@@ -709,7 +681,6 @@ DTYPES: list[tuple[dict[str, Any], tuple[torch.dtype, torch.dtype, torch.dtype, 
         {"compute": BF16, "grad_reduce_in_fp32": True, "megatron_fsdp_grad_comm_dtype": BF16},
         (FP32, FP32, BF16, BF16),
     ),
-    ({"compute": BF16, "megatron_fsdp_grad_comm_dtype": FP32}, (FP32, BF16, FP32, BF16)),
     ({"compute": FP32, "megatron_fsdp_grad_comm_dtype": BF16}, (FP32, FP32, BF16, FP32)),
     ({"compute": FP32, "megatron_fsdp_main_grads_dtype": BF16}, (FP32, BF16, BF16, FP32)),
     ({"compute": BF16, "megatron_fsdp_main_params_dtype": None}, (BF16, BF16, BF16, BF16)),
@@ -748,7 +719,7 @@ def _comm_dtype_rounds() -> None:
     narrow = wrap(build_tower(), megatron_fsdp_grad_comm_dtype=BF16)
     tower_loss(narrow.module, 0, 0, my_rank()).backward()
     once = full_gradients(narrow)
-    expected = _tower_gradients(0)
+    expected = tower_gradients(0)
     assert_close(once, expected, rtol=2**-7)
     assert all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in once.values())
     tower_loss(narrow.module, 0, 1, my_rank()).backward()
@@ -876,6 +847,42 @@ def _refuse(error: type[Exception], match: str, tower: Any, config: Any = None, 
     assert not any(isinstance(module, FsdpModule) for module in tower.modules())
 
 
+def _refuse_strategies() -> None:
+    for options, error in (
+        (
+            {"data_parallel_sharding_strategy": "zero3"},
+            r"data_parallel_sharding_strategy: expected one of \('no_shard', 'optim', 'optim_grads', "
+            r"'optim_grads_params'\), got 'zero3'. Set --data-parallel-sharding-strategy to one of them",
+        ),
+        (
+            {"outer_dp_sharding_strategy": "optim_grads", "num_distributed_optimizer_instances": 2},
+            r"outer_dp_sharding_strategy: expected one of \('no_shard', 'optim'\), got 'optim_grads'. Set --outer-dp",
+        ),
+        (
+            {"outer_dp_sharding_strategy": "optim"},
+            "outer_dp_sharding_strategy: expected 'no_shard' with num_distributed_optimizer_instances=1, got 'optim'",
+        ),
+        (
+            {"num_distributed_optimizer_instances": 0},
+            "num_distributed_optimizer_instances: expected an int >= 1, got 0",
+        ),
+        ({"num_distributed_optimizer_instances": True}, "instances: expected an int >= 1, got True"),
+        ({"num_distributed_optimizer_instances": 2.0}, r"instances: expected an int >= 1, got 2\.0"),
+        (
+            {"num_distributed_optimizer_instances": 2},
+            "instances: expected a divisor of the data-parallel size 1, got 2. Change --num-distributed-optimizer-inst",
+        ),
+        *(
+            (
+                {"data_parallel_sharding_strategy": strategy, "megatron_fsdp_reshard_after_forward": False},
+                rf"reshard_after_forward: expected None with data_parallel_sharding_strategy='{strategy}', which",
+            )
+            for strategy in ("no_shard", "optim", "optim_grads")
+        ),
+    ):
+        _refuse(ValueError, error, build_tower(), ddp_config(**options), fsdp_unit_modules=[nn.Linear])
+
+
 def _refusals() -> None:
     start()
     for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
@@ -901,18 +908,20 @@ def _refusals() -> None:
         setattr(tower.config, name, value)
         _refuse(NotImplementedError, rf"{name}: expected it off, got {value!r}.*Use {cure}\.", tower)
     _refuse(TypeError, r"ddp_config: expected DistributedDataParallelConfig, got dict", build_tower(), {"a": 1})
-    for strategy in ("no_shard", "optim", "optim_grads", "zero3"):
-        _refuse(
-            NotImplementedError,
-            rf"data_parallel_sharding_strategy: expected 'optim_grads_params' \(ZeRO-3\), got '{strategy}'",
-            build_tower(),
-            ddp_config(data_parallel_sharding_strategy=strategy),
-        )
+    _refuse_strategies()
     _refuse(
         ValueError,
         "megatron_fsdp_main_grads_dtype: expected torch.float32 or None with grad_reduce_in_fp32, got torch.bfloat16",
         build_tower(),
         ddp_config(grad_reduce_in_fp32=True, megatron_fsdp_main_grads_dtype=BF16),
+        fsdp_unit_modules=[nn.Linear],
+    )
+    _refuse(
+        ValueError,
+        "megatron_fsdp_grad_comm_dtype: expected no wider than torch.bfloat16, in which gradients accumulate, got "
+        "torch.float32. Set --megatron-fsdp-main-grads-dtype as wide, or send less",
+        build_tower(BF16),
+        ddp_config(megatron_fsdp_grad_comm_dtype=FP32),
         fsdp_unit_modules=[nn.Linear],
     )
     units = "FullyShardedDataParallel fsdp_unit_modules: expected"
@@ -937,8 +946,6 @@ def test_refusals_name_the_option_and_leave_the_model_alone() -> None:
 def _methods_refused() -> None:
     start()
     chunk = wrap(build_tower())
-    with pytest.raises(NotImplementedError, match=r"force_all_reduce: expected False, got True.*full_tensor"):
-        chunk.finish_grad_sync(force_all_reduce=True)
     with pytest.raises(NotImplementedError, match="broadcast_params: expected parameters made equal before wrapping"):
         chunk.broadcast_params()
 

@@ -426,7 +426,7 @@ def get_megatron_optimizer(
         )
     base = _base_optimizer(config, param_groups, model_chunks[0].device)
     optimizer = FullyShardedOptimizer(base, config, _grad_scaler(config), None, model_chunks)
-    optimizer.grad_stats_parallel_group = _grad_stats_group(pg_collection)
+    optimizer.grad_stats_parallel_group = _grad_stats_group(pg_collection, model_chunks)
     optimizer.tp_group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
     return optimizer
 
@@ -467,7 +467,11 @@ def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
     )
 
 
-def _grad_stats_group(pg_collection: ProcessGroupCollection | None) -> Any:
+def _grad_stats_group(pg_collection: ProcessGroupCollection | None, model_chunks: list[MegatronModule]) -> Any:
     """Return the group in which every gradient shard is held by exactly one rank or by counted copies."""
     group = getattr(pg_collection, "intra_dist_opt", None)
-    return parallel_state.get_intra_distributed_optimizer_instance_group() if group is None else group
+    if group is None:
+        group = parallel_state.get_intra_distributed_optimizer_instance_group()
+    # With several optimizer instances megatron-core's group ends at one, whose ranks hold some of the copies or shards.
+    everybody = model_chunks[0].data_parallel_group
+    return everybody if group.size() < everybody.size() else group

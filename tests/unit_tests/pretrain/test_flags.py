@@ -18,6 +18,7 @@ from megatron.pretrain.arguments import _build_parser
 from megatron.pretrain.main import read_command
 
 V2 = "--use-megatron-fsdp-v2"
+TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 FILES = "--data-path a --vocab-size 9"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 30"
 GROWING = "--weight-decay-incr-style linear --start-weight-decay 0.25 --end-weight-decay 0.5"
@@ -115,8 +116,11 @@ CASES = [
     (V2, "ddp", "use_megatron_fsdp_v2", True),
     (f"--grad-reduce-in-bf16 --bf16 {V2}", "ddp", "grad_reduce_in_fp32", False),
     (f"--no-check-for-nan-in-loss-and-grad {V2}", "ddp", "check_for_nan_in_grad", False),
-    (f"--data-parallel-sharding-strategy optim_grads_params {V2}", "ddp", "data_parallel_sharding_strategy",
-     "optim_grads_params"),
+    (f"--data-parallel-sharding-strategy optim {V2}", "ddp", "data_parallel_sharding_strategy", "optim"),
+    (f"--num-distributed-optimizer-instances 2 {V2}", "ddp", "num_distributed_optimizer_instances", 2),
+    (f"--outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2 {V2}", "ddp",
+     "outer_dp_sharding_strategy", "optim"),
+    (f"--megatron-fsdp-static-gradients {V2}", "ddp", "megatron_fsdp_static_gradients", True),
     (f"--megatron-fsdp-main-params-dtype bf16 --bf16 {V2}", "ddp", "megatron_fsdp_main_params_dtype",
      torch.bfloat16),
     (f"--megatron-fsdp-main-grads-dtype bf16 --bf16 --grad-reduce-in-bf16 {V2}", "ddp",
@@ -210,10 +214,10 @@ def seed_of_the_run(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("recorders")
 @pytest.mark.parametrize(("line", "what", "field", "value"), CASES)
 def test_a_flag_arrives(line: str, what: str, field: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not line.startswith("--data-parallel-sharding-strategy"):  # It has one value for now.
-        plain = build(what, read_command([], {}).args if V2 not in line else read_command([V2], {}).args, monkeypatch)
-        assert line == V2 or plain[field] != value, "the default is no test"
-    assert build(what, read_command(line.split(), {}).args, monkeypatch)[field] == value
+    plain = build(what, read_command([], {}).args if V2 not in line else read_command([V2], {}).args, monkeypatch)
+    assert line == V2 or plain[field] != value, "the default is no test"
+    environment = TWO_RANKS if "instances" in line else {}
+    assert build(what, read_command(line.split(), environment).args, monkeypatch)[field] == value
 
 
 def test_every_flag_is_tried() -> None:

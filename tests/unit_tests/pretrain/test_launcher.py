@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
 import argparse
+import importlib.util
 from datetime import timedelta
 
 import pytest
@@ -43,9 +44,13 @@ def test_a_bad_variable_is_no_rank_0(changes: dict[str, str | None], message: st
         find_place({name: word for name, word in environment.items() if word is not None})
 
 
+def _args(**changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"distributed_backend": None, "num_distributed_optimizer_instances": 1, **changes})
+
+
 def test_nccl_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    args = argparse.Namespace(distributed_backend="nccl")
+    args = _args(distributed_backend="nccl")
     with pytest.raises(ValueError, match="expected gloo on a host without CUDA, got nccl"):
         start_process_groups(args, Place(0, 1, 0, is_launched=False))
 
@@ -54,15 +59,25 @@ def test_timeout_and_backend_are_those_of_the_flags(monkeypatch: pytest.MonkeyPa
     found: dict[str, object] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **words: found.update(words, backend=backend))
-    monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda: None)
-    args = argparse.Namespace(distributed_backend=None, distributed_timeout_minutes=7)
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda **words: found.update(words))
+    args = _args(distributed_timeout_minutes=7, num_distributed_optimizer_instances=3)
     start_process_groups(args, Place(0, 1, 0, is_launched=False))
     assert (found["backend"], found["timeout"]) == ("gloo", timedelta(minutes=7))
+    assert found["num_distributed_optimizer_instances"] == 3
+
+
+def test_optimizer_instances_need_einops(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "einops" else found(name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args = _args(num_distributed_optimizer_instances=2)
+    with pytest.raises(ValueError, match=r"expected the package einops, .* got a Python without it for --num-dist"):
+        start_process_groups(args, Place(0, 2, 0, is_launched=True))
 
 
 def test_each_local_rank_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    args = argparse.Namespace(distributed_backend=None)
+    args = _args()
     with pytest.raises(ValueError, match=r"at most 2 local rank\(s\), .* got local rank 2 for --nproc"):
         start_process_groups(args, Place(2, 3, 2, is_launched=True))

@@ -73,6 +73,8 @@ def test_the_vocabulary_holds_the_end_of_document_and_is_padded() -> None:
         ("--use-megatron-fsdp-v2 --megatron-fsdp-main-params-dtype bf16", "one of fp32, auto .* got bf16 for --mega"),
         ("--use-megatron-fsdp-v2 --megatron-fsdp-main-params-dtype fp16 --bf16", "one of fp32, bf16, auto .* got fp16"),
         ("--use-megatron-fsdp-v2 --megatron-fsdp-main-grads-dtype bf16", "fp32 or auto .* or add --bf16 --grad-r"),
+        ("--use-megatron-fsdp-v2 --num-distributed-optimizer-instances 3", r"a divisor of the 2 data-par.* got 3 for"),
+        ("--use-megatron-fsdp-v2 --num-distributed-optimizer-instances 4", r"a divisor of the 2 data-par.* got 4 for"),
         ("--weight-decay-incr-style linear", "a start and an end, got at most one for --weight-decay-incr"),
         ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0", "at least --st.* 1, got 0"),
         ("--recompute-granularity full", "uniform or block, got none for --recompute-method"),
@@ -101,11 +103,26 @@ def test_narrow_main_gradients_name_the_cure(name: str) -> None:
     assert checked(f"{line} --grad-reduce-in-bf16")
 
 
-@pytest.mark.parametrize("name", ["no_shard", "optim", "optim_grads"])
-def test_other_sharding_strategies_are_a_known_limit(name: str) -> None:
-    message = f"^Sharding: expected optim_grads_params, got {name} for --data-parallel-sharding-strategy. Drop the flag"
-    with pytest.raises(NotImplementedError, match=message):
-        checked(f"--use-megatron-fsdp-v2 --data-parallel-sharding-strategy {name}")
+@pytest.mark.parametrize("sent", ["fp32", "fp16"])
+@pytest.mark.parametrize("main_grads", ["", "--megatron-fsdp-main-grads-dtype bf16"])
+def test_gradients_are_sent_no_wider_than_they_accumulate(main_grads: str, sent: str) -> None:
+    line = f"--use-megatron-fsdp-v2 --bf16 --grad-reduce-in-bf16 {main_grads} --megatron-fsdp-grad-comm-dtype"
+    cure = f"got {sent} for --megatron-fsdp-grad-comm-dtype. Drop the flag, or add --megatron-fsdp-main-grads-dtype fp"
+    with pytest.raises(ValueError, match=f"^Gradients: expected bf16 or auto .*, {cure}32.$"):
+        checked(f"{line} {sent}")
+    assert checked(f"{line} bf16")
+    wide = "--use-megatron-fsdp-v2 --bf16 --grad-reduce-in-bf16 --megatron-fsdp-main-grads-dtype fp32"
+    assert checked(f"{wide} --megatron-fsdp-grad-comm-dtype {sent}")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 6])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_every_sharding_strategy_with_and_without_an_outer_axis(strategy: str, num_ranks: int) -> None:
+    line = f"--use-megatron-fsdp-v2 --data-parallel-sharding-strategy {strategy}"
+    assert checked(line, num_ranks)
+    for outer in ("no_shard", "optim"):
+        hybrid = f"--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy {outer}"
+        assert checked(f"{line} {hybrid}", num_ranks).num_distributed_optimizer_instances == 2
 
 
 IDLE = [
@@ -135,6 +152,9 @@ IDLE = [
     "--weight-decay 1 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
     "--grad-reduce-in-bf16",
     "--data-parallel-sharding-strategy optim",
+    "--num-distributed-optimizer-instances 2",
+    "--outer-dp-sharding-strategy optim --use-megatron-fsdp-v2",
+    "--megatron-fsdp-static-gradients",
     "--megatron-fsdp-main-params-dtype fp32",
     "--megatron-fsdp-main-grads-dtype fp32",
     "--megatron-fsdp-grad-comm-dtype fp32",

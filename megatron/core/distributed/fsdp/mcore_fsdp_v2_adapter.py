@@ -44,6 +44,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     check_model_config,
     mixed_precision_policy,
     schedule_policy,
+    shard_placements,
 )
 
 __all__ = ["DistributedDataParallelConfig", "FullyShardedDataParallel", "is_fully_sharded"]
@@ -53,6 +54,10 @@ _logger = logging.getLogger(__name__)
 
 class FullyShardedDataParallel(_StockFullyShardedDataParallel):
     """A Megatron-Core model chunk whose parameters, gradients and optimizer state are sharded over data parallelism.
+
+    What is sharded is the config's `data_parallel_sharding_strategy`. With several optimizer instances the mesh has two
+    axes: the ranks of one instance shard, and corresponding ranks of the instances hold replicas (HSDP) or, with
+    `outer_dp_sharding_strategy="optim"`, shard the optimizer state further (HFSDP).
 
     It is a subclass of megatron-core's wrapper of the same name only so that megatron-core's own ``isinstance`` checks
     (unwrap_model, training loops) treat it alike; it shares no code with it.
@@ -65,11 +70,12 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
             What they do not contain (embedding, head, final norm) is the root unit's.
         disable_bucketing: make the whole chunk one unit.
         device: device of the shards; None means the current accelerator, or the host without one.
-        pg_collection: process groups; None means megatron-core's global ones.
+        pg_collection: process groups (`dp_cp`; with several instances `intra_dp_cp` and `inter_dist_opt` as well);
+            None means megatron-core's global ones.
 
     Raises:
         NotImplementedError: a parallel layout or a config field that FSDP v2 does not support yet.
-        ValueError: config fields that contradict each other, or unit modules that do not occur.
+        ValueError: config fields that contradict each other or the process groups, or unit modules that do not occur.
     """
 
     def __init__(
@@ -92,16 +98,20 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         unit_classes = () if disable_bucketing else _resolve_classes(fsdp_unit_modules)
         units = _find_units(module, unit_classes, is_default=fsdp_unit_modules is None)
         options: dict[str, Any] = {
+            "placements": shard_placements(ddp_config),
             "mixed_precision_policy": mixed_precision_policy(ddp_config, module),
             "schedule_policy": schedule_policy(ddp_config),
             "gradient_reduction": "sum" if config.calculate_per_token_loss else "average",
         }
+        target = _default_device() if device is None else torch.device(device)
+        mesh = _data_parallel_mesh(ddp_config.num_distributed_optimizer_instances, pg_collection, target.type)
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config
-        self.device = _default_device() if device is None else torch.device(device)
+        self.device = target
         self.force_all_reduce = False
-        self.data_parallel_group = _data_parallel_group(pg_collection)
-        mesh = DeviceMesh.from_group(self.data_parallel_group, self.device.type, mesh_dim_names=("dp_cp",))
+        self.data_parallel_group = _group(pg_collection, "dp_cp")
+        self._has_replicas = any(at.is_replicate() for at in options["placements"].optimizer)
+        self._has_whole_gradients = all(at.is_replicate() for at in options["placements"].optimizer)
         unify = getattr(ddp_config, "megatron_fsdp_unify_communication_stream", False)
         inner_first = [*(unit for unit in reversed(units) if unit is not module), module]
         # All of them before the first, so that a chunk that is refused is left as it was.
@@ -123,31 +133,50 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Mark backwards inside as microbatches that others follow; each is still reduced and accumulated in shards."""
+        """Mark backwards inside as microbatches that others follow.
+
+        Their gradients are reduced over the axes that shard accumulating gradients (ZeRO-2 and -3), and otherwise stay
+        each rank's own sum until the last microbatch.
+        """
         with microbatch(self.fsdp_context, is_last=False):
             yield
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Do nothing: a unit's reduction starts when its backward ends, in every microbatch."""
+        """Start what earlier microbatches have left to reduce; the others' reductions start as their backwards end.
+
+        Every rank must call it, as with `finish_grad_sync`.
+        """
+        self.fsdp_context.finish_gradients()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Check the reduced gradients; backward itself ends after all reductions.
+        """Make all gradients final, whichever microbatches were inside `no_sync`, and check them.
+
+        Args:
+            force_all_reduce: ask for whole gradients on every rank, as replicated optimizers have them in any case.
 
         Raises:
-            NotImplementedError: `force_all_reduce` asks for full gradients on every rank.
-            RuntimeError: `check_for_nan_in_grad` is set and a gradient is not finite.
+            NotImplementedError: `force_all_reduce` with gradients that exist in shards only.
+            RuntimeError: `check_for_nan_in_grad` is set and a gradient, on any rank, is not finite.
         """
-        if force_all_reduce:
+        if force_all_reduce and not self._has_whole_gradients:
             raise NotImplementedError(
-                "finish_grad_sync force_all_reduce: expected False, got True; gradients exist in shards only. "
-                "Use full_tensor() on the gradients that you need."
+                "finish_grad_sync force_all_reduce: expected False where the optimizer is sharded, got True; gradients "
+                "exist in shards only. Use full_tensor() on the gradients that you need, or "
+                "--data-parallel-sharding-strategy no_shard."
             )
+        self.fsdp_context.finish_gradients()
         if self.ddp_config.check_for_nan_in_grad:
             self._check_gradients()
 
     def _check_gradients(self) -> None:
         parameters = [p for p in self.module.parameters() if p.requires_grad]
-        if bool(torch.isfinite(grad_norm(parameters))):
+        is_bad = ~torch.isfinite(grad_norm(parameters))
+        if self._has_replicas:
+            # A norm is summed over shards, so that a replica alone would not know what has happened to another.
+            votes = is_bad.to(self.device, torch.int32)
+            torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, group=self.data_parallel_group)
+            is_bad = votes.bool()
+        if not bool(is_bad):
             return
         bad = [
             name
@@ -168,7 +197,10 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
                         group.gradients.scale(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Clear all gradients; the next backward overwrites them."""
+        """Clear all gradients, those that wait for a reduction included; the next backward overwrites them.
+
+        Their memory is freed, but with `megatron_fsdp_static_gradients`.
+        """
         for unit in self.fsdp_units():
             for group in unit.parameter_groups:
                 group.clear_gradients()
@@ -176,7 +208,11 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
     # --- parameters -----------------------------------------------------------------------------------------------
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Do nothing: every unit gathers its weights when forward or backward comes to it."""
+        """Do nothing: every unit gathers its weights when forward or backward comes to it.
+
+        Weights that are whole on every rank are refreshed from the optimizer's shards in the same way, unit by unit and
+        one ahead. Parameters read between steps are main weights, which are current.
+        """
 
     def synchronize_param_gather(self) -> None:
         """Do nothing, as `start_param_sync`."""
@@ -251,9 +287,49 @@ def _default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _data_parallel_group(pg_collection: ProcessGroupCollection | None) -> Any:
-    group = getattr(pg_collection, "dp_cp", None)
-    return parallel_state.get_data_parallel_group(with_context_parallel=True) if group is None else group
+def _group(pg_collection: ProcessGroupCollection | None, name: str) -> Any:
+    """Return the collection's process group of this name, or megatron-core's global one; None if it has none."""
+    group = getattr(pg_collection, name, None)
+    if group is not None:
+        return group
+    if name == "inter_dist_opt":
+        return parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    is_partial = name == "intra_dp_cp"
+    return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=is_partial)
+
+
+def _data_parallel_mesh(
+    num_instances: int, pg_collection: ProcessGroupCollection | None, device_type: str
+) -> DeviceMesh:
+    """Return the mesh of all data-parallel ranks: one axis, or (instances, ranks of one instance).
+
+    Example: four ranks in two instances have inner groups [0, 1] and [2, 3], outer groups [0, 2] and [1, 3].
+
+    Raises:
+        ValueError: process groups that are not those of so many instances; on every rank, without communication.
+    """
+    whole = _group(pg_collection, "dp_cp")
+    if num_instances == 1:
+        return DeviceMesh.from_group(whole, device_type, mesh_dim_names=("dp_cp",))
+    ranks = torch.distributed.get_process_group_ranks(whole)
+    if len(ranks) % num_instances:
+        raise ValueError(
+            f"num_distributed_optimizer_instances: expected a divisor of the data-parallel size {len(ranks)}, got "
+            f"{num_instances}. Change --num-distributed-optimizer-instances or the number of ranks."
+        )
+    rows = torch.tensor(ranks).view(num_instances, -1)
+    place = whole.rank()
+    expected = (rows[:, place % rows.shape[1]].tolist(), rows[place // rows.shape[1]].tolist())
+    groups = [_group(pg_collection, name) for name in ("inter_dist_opt", "intra_dp_cp")]
+    found = tuple(None if group is None else torch.distributed.get_process_group_ranks(group) for group in groups)
+    if found != expected:
+        raise ValueError(
+            f"num_distributed_optimizer_instances={num_instances}: expected process groups inter_dist_opt and "
+            f"intra_dp_cp of ranks {expected[0]} and {expected[1]}, got {found[0]} and {found[1]}. Call "
+            f"initialize_model_parallel(num_distributed_optimizer_instances={num_instances}), or pass such groups in "
+            "pg_collection."
+        )
+    return DeviceMesh.from_group(groups, device_type, mesh=rows, mesh_dim_names=("dp_outer", "dp_inner"))
 
 
 def _resolve_classes(names: Sequence[type[nn.Module] | str] | None) -> tuple[type[nn.Module], ...]:

@@ -14,24 +14,30 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megatron.core.distributed.fsdp.experimental import MixedPrecisionPolicy, SchedulePolicy
+from megatron.core.distributed.fsdp.experimental import MixedPrecisionPolicy, Placements, SchedulePolicy
 
 
 @dataclass
 class DistributedDataParallelConfig(_StockConfig):
     """megatron-core's config plus the choices of FSDP v2; fields that a release lacks are added.
 
+    Of megatron-core's own fields, `data_parallel_sharding_strategy` names what is sharded: "no_shard", the default, is
+    plain data parallelism. `num_distributed_optimizer_instances` is the number of ranks along an outer data-parallel
+    axis, and `outer_dp_sharding_strategy` says whether that axis shards the optimizer state, too.
+
     Attributes:
         use_megatron_fsdp_v2: wrap model chunks with this module's `FullyShardedDataParallel`.
         megatron_fsdp_main_params_dtype: dtype of the main weights.
         megatron_fsdp_main_grads_dtype: dtype in which gradients accumulate; None means float32 with
             `grad_reduce_in_fp32`, else the compute dtype, the widest one where parameters differ.
-        megatron_fsdp_grad_comm_dtype: dtype in which gradients are sent; None means the main-gradient dtype.
+        megatron_fsdp_grad_comm_dtype: dtype in which gradients are sent, no wider than the main-gradient dtype, which
+            None means.
         megatron_fsdp_forward_prefetch_units: units whose weights are gathered ahead in forward (with
             `overlap_param_gather`).
         megatron_fsdp_backward_prefetch_units: the same in backward.
         megatron_fsdp_reshard_after_forward: see `SchedulePolicy.reshard_after_forward`.
         megatron_fsdp_unify_communication_stream: see `FsdpContext`.
+        megatron_fsdp_static_gradients: see `SchedulePolicy.static_gradients`.
     """
 
     use_megatron_fsdp_v2: bool = False
@@ -42,6 +48,7 @@ class DistributedDataParallelConfig(_StockConfig):
     megatron_fsdp_backward_prefetch_units: int = 1
     megatron_fsdp_reshard_after_forward: bool | None = None
     megatron_fsdp_unify_communication_stream: bool = False
+    megatron_fsdp_static_gradients: bool = False
 
 
 _HONOURED = frozenset(
@@ -56,15 +63,22 @@ _HONOURED = frozenset(
         "megatron_fsdp_main_grads_dtype",
         "megatron_fsdp_main_params_dtype",
         "megatron_fsdp_reshard_after_forward",
+        "megatron_fsdp_static_gradients",
         "megatron_fsdp_unify_communication_stream",
+        "num_distributed_optimizer_instances",
+        "outer_dp_sharding_strategy",
         "overlap_grad_reduce",  # reductions overlap in any case; loops read it to bracket microbatches with no_sync
         "overlap_param_gather",
-        "use_distributed_optimizer",  # optimizer state is sharded in any case; loops read it
+        "use_distributed_optimizer",  # the strategy says whether optimizer state is sharded; loops read it
         "use_megatron_fsdp_v2",
     }
 )
 
 
+_STRATEGIES = {
+    "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    "outer_dp_sharding_strategy": ("no_shard", "optim"),
+}
 _PARALLEL_SIZES = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -103,18 +117,13 @@ def check_model_config(config: TransformerConfig) -> None:
 
 
 def check_ddp_config(ddp_config: _StockConfig) -> None:
-    """Refuse a strategy that is not supported yet, and every field that would have no effect."""
+    """Refuse unknown strategies, those that contradict each other, and every field that would have no effect."""
     if not isinstance(ddp_config, _StockConfig):
         raise TypeError(
             "FullyShardedDataParallel ddp_config: expected DistributedDataParallelConfig, got "
             f"{type(ddp_config).__name__}. Use the one of this module, or megatron-core's."
         )
-    strategy = ddp_config.data_parallel_sharding_strategy
-    if strategy != "optim_grads_params":
-        raise NotImplementedError(
-            f"data_parallel_sharding_strategy: expected 'optim_grads_params' (ZeRO-3), got {strategy!r}; other "
-            "strategies are not supported yet. Set --data-parallel-sharding-strategy optim_grads_params."
-        )
+    _check_strategies(ddp_config)
     for field in fields(ddp_config):
         has_effect = ddp_config.overlap_param_gather or "prefetch_units" not in field.name
         if field.name in _HONOURED and has_effect:
@@ -126,6 +135,44 @@ def check_ddp_config(ddp_config: _StockConfig) -> None:
                 f"ddp_config.{field.name}: expected {default!r}, got {value!r}; it would have no effect with "
                 "Megatron-FSDP v2. Leave it at its default."
             )
+
+
+def _check_strategies(ddp_config: _StockConfig) -> None:
+    instances = ddp_config.num_distributed_optimizer_instances
+    if not isinstance(instances, int) or isinstance(instances, bool) or instances < 1:
+        raise ValueError(
+            f"num_distributed_optimizer_instances: expected an int >= 1, got {instances!r}. "
+            "Set --num-distributed-optimizer-instances to the number of replicas, or leave it out."
+        )
+    for name, known in _STRATEGIES.items():
+        strategy = getattr(ddp_config, name)
+        if strategy not in known:
+            raise ValueError(
+                f"{name}: expected one of {known}, got {strategy!r}. Set --{name.replace('_', '-')} to one of them."
+            )
+    outer = ddp_config.outer_dp_sharding_strategy
+    if outer != "no_shard" and instances == 1:
+        raise ValueError(
+            f"outer_dp_sharding_strategy: expected 'no_shard' with num_distributed_optimizer_instances=1, got "
+            f"{outer!r}; there is no outer axis to shard over. Set --num-distributed-optimizer-instances above 1, or "
+            "drop --outer-dp-sharding-strategy."
+        )
+    reshard = getattr(ddp_config, "megatron_fsdp_reshard_after_forward", None)
+    if reshard is not None and not any(at.is_shard() for at in shard_placements(ddp_config).parameter):
+        raise ValueError(
+            "megatron_fsdp_reshard_after_forward: expected None with data_parallel_sharding_strategy="
+            f"{ddp_config.data_parallel_sharding_strategy!r}, which keeps whole weights on every rank, got {reshard}; "
+            "it would have no effect. Leave it out, or set --data-parallel-sharding-strategy optim_grads_params."
+        )
+
+
+def shard_placements(ddp_config: _StockConfig) -> Placements:
+    """Return what the strategies mean on the mesh: one axis, or an outer and an inner one with several instances."""
+    has_outer = ddp_config.num_distributed_optimizer_instances > 1
+    return Placements.from_strategy(
+        ddp_config.data_parallel_sharding_strategy,
+        outer=ddp_config.outer_dp_sharding_strategy if has_outer else None,
+    )
 
 
 def mixed_precision_policy(ddp_config: _StockConfig, module: nn.Module) -> MixedPrecisionPolicy:
@@ -142,11 +189,18 @@ def mixed_precision_policy(ddp_config: _StockConfig, module: nn.Module) -> Mixed
         # Units share one policy, so that parameters kept in float32 among narrower ones lose nothing.
         dtypes = [parameter.dtype for parameter in module.parameters() if parameter.requires_grad]
         main_grads = reduce(torch.promote_types, dtypes) if dtypes else None
-    return MixedPrecisionPolicy(
+    policy = MixedPrecisionPolicy(
         main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", torch.float32),
         main_grads_dtype=main_grads,
         grad_comm_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None),
     )
+    sent = policy.grad_comm_dtype
+    if main_grads is not None and sent is not None and torch.promote_types(sent, main_grads) != main_grads:
+        raise ValueError(
+            f"megatron_fsdp_grad_comm_dtype: expected no wider than {main_grads}, in which gradients accumulate, got "
+            f"{sent}. Set --megatron-fsdp-main-grads-dtype as wide, or send less."
+        )
+    return policy
 
 
 def schedule_policy(ddp_config: _StockConfig) -> SchedulePolicy:
@@ -156,4 +210,5 @@ def schedule_policy(ddp_config: _StockConfig) -> SchedulePolicy:
         forward_prefetch_units=getattr(ddp_config, "megatron_fsdp_forward_prefetch_units", 1) if overlaps else 0,
         backward_prefetch_units=getattr(ddp_config, "megatron_fsdp_backward_prefetch_units", 1) if overlaps else 0,
         reshard_after_forward=getattr(ddp_config, "megatron_fsdp_reshard_after_forward", None),
+        static_gradients=getattr(ddp_config, "megatron_fsdp_static_gradients", False),
     )
