@@ -47,10 +47,15 @@ BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
 def _policies(compute: torch.dtype) -> list[MixedPrecisionPolicy]:
-    """Return every combination of the policy's dtypes that a compute dtype allows."""
+    """Return every combination of the policy's dtypes that a compute dtype allows.
+
+    What is sent in fp32 is not added up in bf16.
+    """
     mains = (None, FP32) if compute is FP32 else (None, BF16, FP32)
     return [
-        MixedPrecisionPolicy(*dtypes) for dtypes in itertools.product(mains, (None, BF16, FP32), (None, BF16, FP32))
+        MixedPrecisionPolicy(main, grads, comm)
+        for main, grads, comm in itertools.product(mains, (None, BF16, FP32), (None, BF16, FP32))
+        if comm is not FP32 or (grads or main or compute) is FP32
     ]
 
 
@@ -107,9 +112,9 @@ class _Mixed(nn.Module):
 def _dtypes_per_unit() -> None:
     """Each unit follows its own policy, and in a unit of two compute dtypes each group its own."""
     model = _Mixed()
-    fully_shard(model.layers[0], mixed_precision_policy=MixedPrecisionPolicy(FP32, BF16, FP32))
+    fully_shard(model.layers[0], mixed_precision_policy=MixedPrecisionPolicy(FP32, None, FP32))
     fully_shard(model.layers[1], mixed_precision_policy=MixedPrecisionPolicy(FP64, None, BF16))
-    fully_shard(model, mixed_precision_policy=MixedPrecisionPolicy(None, None, FP64)).context.finalize()
+    fully_shard(model, mixed_precision_policy=MixedPrecisionPolicy(FP64, None, FP64)).context.finalize()
     with CollectiveLog() as log:
         model(torch.randn(2, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
     sent = [(operation, dtype) for operation, dtype, _, _ in log.entries]
@@ -117,7 +122,7 @@ def _dtypes_per_unit() -> None:
     assert reduced == [str(BF16), str(FP32), str(FP64)]  # backward order
     assert {dtype for operation, dtype in sent if operation == "all_gather"} == {str(BF16), str(FP32)}
     gradients = [model.norm.weight, model.layers[0].weight, model.layers[1].weight]
-    assert [parameter.grad.dtype for parameter in gradients] == [FP32, BF16, FP64]
+    assert [parameter.grad.dtype for parameter in gradients] == [FP64, FP32, FP64]
     both = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16())
     both[1].register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
     fully_shard(both, mixed_precision_policy=MixedPrecisionPolicy(None)).context.finalize()

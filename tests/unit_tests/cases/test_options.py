@@ -62,14 +62,14 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "use_symmetric_memory: expected False, got True",
     ),
     "placements": (
-        lambda: fully_shard(nn.Linear(2, 2), placements=Placements.from_strategy("optim")),
-        NotImplementedError,
-        "other strategies are not supported yet",
+        lambda: fully_shard(nn.Linear(2, 2), placements=Placements.from_strategy("optim", outer="optim")),
+        ValueError,
+        "fully_shard placements: expected the mesh's axes",
     ),
     "config_strategy": (
         lambda: wrap(build_tower(), data_parallel_sharding_strategy="full"),
-        NotImplementedError,
-        "data_parallel_sharding_strategy: expected 'optim_grads_params'",
+        ValueError,
+        "data_parallel_sharding_strategy: expected one of",
     ),
 }
 
