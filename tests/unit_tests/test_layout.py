@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
@@ -17,6 +18,7 @@ from megatron.core.distributed.fsdp.experimental.layout import (
     MAX_ROW_PADDING,
     GroupLayout,
     Range,
+    boxes,
     plan_layout,
 )
 
@@ -271,3 +273,44 @@ def test_a_thousand_tensors() -> None:
 def test_bad_arguments(shapes: list[Shape], num_shards: int, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_layout(shapes, num_shards, **options)
+
+
+def _elements(shape: Shape, offsets: Shape, sizes: Shape) -> list[int]:
+    """Return the row-major numbers of a box's elements, in order."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    ranges = [range(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+    return [sum(map(math.prod, zip(index, strides, strict=True))) for index in itertools.product(*ranges)]
+
+
+def test_boxes_hold_exactly_their_run() -> None:
+    """Every run of every shape of up to 3 dims of sizes 0 to 4."""
+    most = dict.fromkeys(range(4), 0)
+    for num_dims in range(4):
+        for shape in itertools.product(range(5), repeat=num_dims):
+            for start, stop in itertools.combinations_with_replacement(range(math.prod(shape) + 1), 2):
+                found = boxes(shape, start, stop)
+                assert all(min(box.sizes, default=1) > 0 for box in found)
+                elements = [element for box in found for element in _elements(shape, box.offsets, box.sizes)]
+                assert elements == list(range(start, stop)), (shape, start, stop)
+                most[num_dims] = max(most[num_dims], len(found))
+    assert most == {0: 1, 1: 1, 2: 3, 3: 5}, "2n - 1 boxes are needed, and enough"
+
+
+def test_boxes_of_random_runs() -> None:
+    generator = random.Random(0)
+    for _ in range(300):
+        shape = tuple(generator.randint(1, 5) for _ in range(generator.randint(4, 6)))
+        start, stop = sorted(generator.choices(range(math.prod(shape) + 1), k=2))
+        found = boxes(shape, start, stop)
+        assert [item for box in found for item in _elements(shape, *box)] == list(range(start, stop))
+        assert len(found) <= 2 * len(shape) - 1
+
+
+def test_boxes_docstring_example() -> None:
+    assert boxes((4, 3), 2, 11) == [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 2))]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 13)])
+def test_boxes_outside_the_tensor(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match=r"boxes: expected 0 <= start <= stop <= 12 for shape \(4, 3\), got \["):
+        boxes((4, 3), start, stop)

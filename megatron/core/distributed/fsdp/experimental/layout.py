@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 from .packing import Bounds, Plan, ShardSizes, round_up, search
 
@@ -289,3 +290,47 @@ def _smallest_size(total: int, num_shards: int) -> int:
 def _share_of(total: int, share: float) -> int:
     """Return a share, taken to six decimals, of a number of elements, rounded down; the same on every rank."""
     return math.floor(total * Fraction(share).limit_denominator(1_000_000))
+
+
+class Box(NamedTuple):
+    """A hyper-rectangle of a tensor: per dim, its first index and its number of indices."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Describe the run of elements ``[start, stop)`` of a row-major tensor as boxes.
+
+    Example: elements [2, 11) of shape (4, 3) are the end of row 0, rows 1 and 2, and the beginning of row 3:
+    ``[((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 2))]``.
+
+    Args:
+        shape: the tensor's shape, n dims.
+        start: first element.
+        stop: one after the last element.
+
+    Returns:
+        Disjoint boxes that hold exactly these elements, in their order: none for an empty run, else at most 2n - 1,
+        or one for n = 0.
+
+    Raises:
+        ValueError: the run does not lie within the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(
+            f"boxes: expected 0 <= start <= stop <= {math.prod(shape)} for shape {tuple(shape)}, got [{start}, "
+            f"{stop}). Count elements from the tensor's own first."
+        )
+    if not shape:
+        return [Box((), ())] * (stop - start)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    found = []
+    while start < stop:
+        # The outermost dim of which whole indices begin here; the last dim always has some.
+        dim = next(dim for dim, stride in enumerate(strides) if start % stride == 0 and start + stride <= stop)
+        offsets = [start // stride % size for stride, size in zip(strides, shape, strict=True)]
+        count = min((stop - start) // strides[dim], shape[dim] - offsets[dim])
+        found.append(Box(tuple(offsets), (*[1] * dim, count, *shape[dim + 1 :])))
+        start += count * strides[dim]
+    return found
