@@ -2,12 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each tensor of a group lies in the flat buffer, and which elements each shard owns.
 
-Integer arithmetic only: no mesh, no tensors, no dtype. All offsets and sizes count elements.
+Integer arithmetic only: no mesh, no tensors, no dtype. All offsets and sizes count elements. How much is padded in
+well-known models: ``python -m megatron.core.distributed.fsdp.experimental.layout --report``.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -334,3 +338,14 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         found.append(Box(tuple(offsets), (*[1] * dim, count, *shape[dim + 1 :])))
         start += count * strides[dim]
     return found
+
+
+if __name__ == "__main__":
+    from .layout_report import main
+
+    main()
+elif sys.argv[:1] == ["-m"]:
+    # While ``python -m`` looks for the module that it will run, ``sys.argv[0]`` is "-m" and packages are imported, ours
+    # with this module in it. Should it be the one, runpy warns that it will be executed twice; that is harmless, since
+    # the second copy only calls the report, which uses the first.
+    warnings.filterwarnings("ignore", f"'{re.escape(__name__)}' found in sys.modules", RuntimeWarning)
