@@ -392,14 +392,14 @@ def test_pb073_skipped_unit_is_named() -> None:
     """Rank 1 has gathered the tower ahead, as its order says, and not released it: its backward is what differs."""
     for (message,) in run_ranks(2, _skip_on_rank_one, _Tower):
         assert "expected the same call on every rank, got " in message
-        assert "all_gather of vision.0.main_weight (48 x torch.float32) on ranks [0]" in message
-        assert "reduce_scatter avg of head.0.full_grad (32 x torch.float32) on ranks [1]" in message
+        assert "all_gather of vision.0.main_weight (42 x torch.float32) on ranks [0]" in message
+        assert "reduce_scatter avg of head.0.full_grad (22 x torch.float32) on ranks [1]" in message
         assert "multiply by zero" in message
 
 
 def test_pb074_skipped_expert_is_named() -> None:
     for (message,) in run_ranks(2, _skip_on_rank_one, _Experts):
-        assert "all_gather of experts.2.0.main_weight (48 x torch.float32) on ranks [0]" in message
+        assert "all_gather of experts.2.0.main_weight (42 x torch.float32) on ranks [0]" in message
         assert "on ranks [1]" in message and "pass zero rows" in message
 
 
@@ -426,7 +426,7 @@ def _absent(kind: type[nn.Module]) -> list[str]:
 def test_pb073_pb074_absent_rank_is_named_and_learns_of_it(kind: type[nn.Module], unit: str, last: str) -> None:
     waiting, late = run_ranks(2, _absent, kind)
     assert waiting == late
-    assert waiting[0].startswith(f"all_gather of {unit}.0.main_weight (48 x torch.float32): expected ranks [0, 1]")
+    assert waiting[0].startswith(f"all_gather of {unit}.0.main_weight (42 x torch.float32): expected ranks [0, 1]")
     assert f"within {SHORT_S:g} s, got no call from ranks [1]: rank 1 did last: all_gather of {last}." in waiting[0]
 
 
@@ -443,7 +443,7 @@ def _end_early() -> list[str]:
 
 def test_pb073_end_of_the_block_is_compared() -> None:
     for (message,) in run_ranks(2, _end_early):
-        assert "all_gather of head.0.main_weight (32 x torch.float32) on ranks [0]; leaving check_ranks on " in message
+        assert "all_gather of head.0.main_weight (22 x torch.float32) on ranks [0]; leaving check_ranks on " in message
 
 
 def _raise_on_rank_one() -> str:
@@ -492,8 +492,8 @@ def _other_order(width: int) -> list[str]:
 def test_pb075_order_of_calls(width: int) -> None:
     """Gathers of equal size would mix up weights silently, others would hang or crash."""
     for (message,) in run_ranks(2, _other_order, width):
-        assert "all_gather of a.0.main_weight (48 x torch.float32) on ranks [0]" in message
-        assert f"all_gather of b.0.main_weight ({48 if width == 6 else 32} x torch.float32) on ranks [1]" in message
+        assert "all_gather of a.0.main_weight (42 x torch.float32) on ranks [0]" in message
+        assert f"all_gather of b.0.main_weight ({42 if width == 6 else 22} x torch.float32) on ranks [1]" in message
 
 
 def _other_model_first(in_one_context: bool) -> str:
@@ -517,7 +517,7 @@ def _other_model_first(in_one_context: bool) -> str:
 @pytest.mark.parametrize("in_one_context", [True, False])
 def test_pb075_models_of_equal_names(in_one_context: bool) -> None:
     for message in run_ranks(2, _other_model_first, in_one_context):
-        found = re.findall(r"FsdpLinear\.0\.main_weight( of model \d+)? \(48", message)
+        found = re.findall(r"FsdpLinear\.0\.main_weight( of model \d+)? \(42", message)
         assert len(found) == len(set(found)) == 2
 
 

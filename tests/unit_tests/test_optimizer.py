@@ -68,7 +68,12 @@ def _train_against_plain(name: str) -> None:
             state = ours.state_dict()["state"][list(dict(model.named_parameters())).index(n)][key]
             if isinstance(value, torch.Tensor) and value.shape == whole.shape:
                 assert isinstance(state, FsdpDTensor)
-                assert torch.equal(gather_full(state, sharded), value), (n, key)
+                # A fused kernel computes what is left over of a vector's lanes without fused multiply-adds, and that is
+                # other elements where a shard begins at an odd one: one rounding more a step.
+                rtol = 12 * torch.finfo(value.dtype).eps if "fused" in name else 0
+                torch.testing.assert_close(
+                    gather_full(state, sharded), value, rtol=rtol, atol=0, msg=lambda text, at=(n, key): f"{at}: {text}"
+                )
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

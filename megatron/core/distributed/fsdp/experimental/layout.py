@@ -2,21 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each tensor of a group lies in the flat buffer, and which elements each shard owns.
 
-Integer arithmetic only: no mesh, no tensors, no dtype. All offsets and sizes count elements.
+Integer arithmetic only: no mesh, no tensors, no dtype. All offsets and sizes count elements. How much is padded in
+well-known models: ``python -m megatron.core.distributed.fsdp.experimental.layout --report``.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import sys
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
+
+from .packing import Bounds, Plan, ShardSizes, round_up, search
 
 ALIGNMENT_NUMEL = 8
-"""Every tensor and every shard starts at a multiple of this: 16 bytes at two bytes an element."""
+"""Every tensor and shard starts at a multiple of this, padding permitting: 16 bytes at two bytes an element."""
 
 MAX_ROW_PADDING = 0.01
-"""Share of the tensors' elements that row alignment may add before shards may cut inside rows."""
+"""Share of the tensors' elements that padding may reach before shards may cut inside rows."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +74,15 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """The flat buffer of one group: tensors in order, cut into `num_shards` equal shards.
+    """The flat buffer of one group: its tensors, in any order, cut into `num_shards` equal shards.
 
-    Example: shapes (5, 3) and (4,), two shards, alignment 4::
+    Slot i describes tensor i, wherever it lies. Example: shapes (5, 3) and (4,), two shards::
 
-        element  0 ............ 14 15 16 .. 19 20 ...... 23
-                 tensor 0 (15)      .  tensor 1 .  padding
-        shard    [0 ....... 11] [12 ................... 23]
+        element  0 ...... 3 4 ....... 9 10 ......... 18 19
+                 tensor 1 | tensor 0                  | padding
+        shard    [0 ................ 9] [10 .......... 19]
 
-    shard 0 owns elements [0, 12) of tensor 0 (rows 0 to 3); shard 1 its last row and all of tensor 1.
+    shard 0 owns tensor 1 and rows 0 and 1 of tensor 0; shard 1 owns rows 2 to 4.
     """
 
     slots: tuple[TensorSlot, ...]
@@ -130,22 +138,26 @@ def plan_layout(
     *,
     atoms: Sequence[int] | None = None,
     alignment: int = ALIGNMENT_NUMEL,
+    max_padding: float | None = None,
 ) -> GroupLayout:
-    """Place tensors one after another so that every shard border falls between atoms.
+    """Place tensors so that every shard border falls between atoms; the same arguments give the same layout.
 
     Args:
-        shapes: shapes of the group's tensors, in buffer order.
+        shapes: shapes of the group's tensors; slot i of the layout describes shape i, wherever it lies.
         num_shards: number of equal shards to cut the buffer into.
-        atoms: per tensor, the number of elements that must not be cut (a row, a block of rows, the whole
-            tensor). None means rows, given up for runs of elements where they would pad the buffer by more
-            than `MAX_ROW_PADDING`.
-        alignment: every tensor and shard starts at a multiple of it.
+        atoms: per tensor, the number of elements that must not be cut: 1, a row, a block of rows, the whole tensor.
+            None means rows, given up for runs of elements, tensor by tensor, where `max_padding` demands it.
+        alignment: every tensor and shard starts at a multiple of it; halved as often as `max_padding` demands.
+        max_padding: share of the tensors' elements that padding may reach, besides the `num_shards` - 1 elements
+            that no layout can promise to avoid. None means `MAX_ROW_PADDING` without atoms, and no bound with them.
 
     Returns:
-        The layout with the smallest shard size found.
+        The layout of the smallest shard size found. Without atoms its padding is within
+        max(max_padding * elements, num_shards - 1) for any shapes; a group without elements gets a shard size of 1.
 
     Raises:
-        ValueError: no shard, no tensor, a negative size or an atom that does not divide its tensor.
+        ValueError: no shard, no tensor, a negative size or bound, an atom that does not divide its tensor, or atoms
+            that need more padding than allowed.
     """
     sizes = [tuple(shape) for shape in shapes]
     if num_shards < 1 or not sizes or any(size < 0 for shape in sizes for size in shape):
@@ -153,54 +165,187 @@ def plan_layout(
             f"layout: expected at least one shard and one tensor of sizes >= 0, got {num_shards} shards "
             f"and shapes {sizes}. Check the mesh and the module's parameters."
         )
-    numels = [math.prod(shape) for shape in sizes]
-    rows = [max(1, math.prod(shape[1:])) for shape in sizes]
-    for numel, atom in zip(numels, atoms or rows, strict=True):
-        if atom < 1 or numel % atom:
-            raise ValueError(
-                f"layout atoms: expected divisors of the tensors' sizes {numels}, got {atoms}. "
-                "Use a row, a whole number of rows that divides the tensor, or the whole tensor."
-            )
-    limit = math.inf if atoms is not None else sum(numels) * (1 + MAX_ROW_PADDING)
-    planned = _smallest_shard(numels, atoms or rows, num_shards, alignment, limit)
-    if planned is None:
-        planned = _smallest_shard(numels, [1] * len(numels), num_shards, alignment, math.inf)
-        assert planned is not None, "runs of elements can be cut anywhere"
-    offsets, shard_numel = planned
-    slots = tuple(TensorSlot(*item) for item in zip(sizes, offsets, strict=True))
-    return GroupLayout(slots, num_shards, shard_numel)
+    if alignment < 1 or (max_padding is not None and not 0 <= max_padding < math.inf):
+        raise ValueError(
+            f"layout: expected alignment >= 1 and a finite max_padding >= 0, got {alignment} and {max_padding}. "
+            "Leave them out for the defaults."
+        )
+    if atoms is None:
+        numels = [math.prod(shape) for shape in sizes]
+        rows = [max(1, math.prod(shape[1:])) for shape in sizes]
+        planned = _plan_rows(
+            numels, rows, num_shards, alignment, MAX_ROW_PADDING if max_padding is None else max_padding
+        )
+    else:
+        planned = _plan_atoms(sizes, atoms, num_shards, alignment, max_padding)
+    slots = tuple(TensorSlot(*item) for item in zip(sizes, planned.offsets, strict=True))
+    return GroupLayout(slots, num_shards, planned.shard_numel)
 
 
-def _smallest_shard(
-    numels: Sequence[int], atoms: Sequence[int], num_shards: int, alignment: int, limit: float
-) -> tuple[list[int], int] | None:
-    """Return offsets and shard size, or None where the buffer would exceed `limit` elements.
+def _plan_rows(numels: list[int], rows: list[int], num_shards: int, alignment: int, max_padding: float) -> Plan:
+    """Return a plan within the bound that cuts inside rows of few tensors.
 
-    The search jumps: a shard size that cuts an atom grows to the next multiple of that atom, one that is too
-    small grows by what was missing, so that a handful of placements are tried rather than every size.
+    There always is one: at alignment 1 runs of elements lie one after another without gaps, in shards of
+    ceil(elements / num_shards), which is at most `num_shards` - 1 elements of padding.
     """
-    steps = [math.lcm(atom, alignment) for atom in atoms]
-    shard_numel = max(alignment, _round_up(-(-sum(numels) // num_shards), alignment))
-    while shard_numel * num_shards <= max(limit, alignment * num_shards):
-        offsets: list[int] = []
-        cursor = 0
-        for numel, step in zip(numels, steps, strict=True):
-            cursor = _round_up(cursor, alignment)
-            border = (cursor // shard_numel + 1) * shard_numel
-            if cursor + numel > border:
-                cursor += (border - cursor) % step
-                if cursor + numel > border + shard_numel and shard_numel % step:
-                    shard_numel = _round_up(shard_numel + 1, step)
-                    break
-            offsets.append(cursor)
-            cursor += numel
+    total = sum(numels)
+    low = _smallest_size(total, num_shards)
+    high = max(low, (total + _share_of(total, max_padding)) // num_shards)
+    bounds = Bounds(num_shards, low, high, alignment)
+    while True:
+        steps = _compatible_steps(numels, rows, bounds)
+        plan = search(numels, steps, bounds)
+        if plan is not None:
+            return plan
+        runs = search(numels, [bounds.alignment] * len(numels), bounds)
+        if runs is not None:
+            return _give_up_rows(numels, steps, bounds, runs)
+        assert bounds.alignment > 1, "runs of elements without alignment fit into the smallest shards"
+        bounds = replace(bounds, alignment=bounds.alignment // 2)
+
+
+def _compatible_steps(numels: list[int], rows: list[int], bounds: Bounds) -> list[int]:
+    """Return rows for those tensors that one shard size within the bounds suits together, runs for the others.
+
+    Tensors longer than a shard make its size a multiple of their rows. Row sizes are tried by the number of
+    elements that have them, largest first.
+    """
+    covered: dict[int, int] = {}
+    for numel, row in zip(numels, rows, strict=True):
+        covered[row] = covered.get(row, 0) + numel
+    aligned = [math.lcm(row, bounds.alignment) for row in rows]
+    if ShardSizes(numels, aligned, bounds.alignment).next(bounds.low) <= bounds.high:
+        return aligned
+    steps = [bounds.alignment] * len(numels)
+    for chosen in sorted(covered, key=lambda row: (-covered[row], row)):
+        step = math.lcm(chosen, bounds.alignment)
+        trial = [step if row == chosen else old for row, old in zip(rows, steps, strict=True)]
+        if ShardSizes(numels, trial, bounds.alignment).next(bounds.low) <= bounds.high:
+            steps = trial
+    return steps
+
+
+def _give_up_rows(numels: list[int], steps: list[int], bounds: Bounds, runs: Plan) -> Plan:
+    """Return a plan that cuts inside rows of as few tensors as found, those with the largest rows first.
+
+    Args:
+        numels: elements per tensor.
+        steps: what `_compatible_steps` gave, where the gaps before whole rows add up to too much padding.
+        bounds: of the shards.
+        runs: the plan that cuts inside rows of every tensor.
+    """
+    order = sorted(
+        (index for index, step in enumerate(steps) if step > bounds.alignment),
+        key=lambda index: (-steps[index], -numels[index], index),
+    )
+    few, many, best = 1, len(order), runs
+    while few < many:
+        middle = (few + many) // 2
+        trial = list(steps)
+        for index in order[:middle]:
+            trial[index] = bounds.alignment
+        plan = search(numels, trial, bounds)
+        if plan is None:
+            few = middle + 1
         else:
-            missing = cursor - shard_numel * num_shards
-            if missing <= 0:
-                return offsets, shard_numel
-            shard_numel = _round_up(shard_numel + -(-missing // num_shards), alignment)
-    return None
+            many, best = middle, plan
+    return best
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _plan_atoms(
+    sizes: list[tuple[int, ...]], atoms: Sequence[int], num_shards: int, alignment: int, max_padding: float | None
+) -> Plan:
+    """Return a plan that cuts no atom, or raise ValueError where it needs more padding than allowed."""
+    numels = [math.prod(shape) for shape in sizes]
+    if len(atoms) != len(numels) or any(atom < 1 or numel % atom for numel, atom in zip(numels, atoms, strict=True)):
+        raise ValueError(
+            f"layout atoms: expected divisors of the tensors' sizes {numels}, got {list(atoms)}. "
+            "Use a row, a whole number of rows that divides the tensor, or the whole tensor."
+        )
+    total = sum(numels)
+    low = _smallest_size(total, num_shards)
+    allowed = None if max_padding is None else max(_share_of(total, max_padding), low * num_shards - total)
+    needed = []
+    while True:
+        high = max(alignment, sum(round_up(numel, alignment) for numel in numels))
+        steps = [math.lcm(atom, alignment) for atom in atoms]
+        plan = search(numels, steps, Bounds(num_shards, low, high, alignment))
+        assert plan is not None, "all tensors fit into the first shard"
+        needed.append(plan.shard_numel * num_shards - total)
+        if allowed is None or needed[-1] <= allowed:
+            return plan
+        if alignment == 1:
+            break
+        alignment //= 2
+    worst = max(range(len(atoms)), key=lambda index: (atoms[index], numels[index]))
+    share = math.ceil(min(needed) / total * 10_000) / 10_000
+    raise ValueError(
+        f"layout atoms: expected atoms that {num_shards} shards hold uncut with max_padding {max_padding}, got "
+        f"a tensor of shape {sizes[worst]} in atoms of {atoms[worst]} elements, for which it takes {share}. "
+        f"Use smaller atoms, fewer shards, or max_padding={share}."
+    )
+
+
+def _smallest_size(total: int, num_shards: int) -> int:
+    """Return the smallest shard size that holds all elements; no shard is empty, so that no collective is."""
+    return max(1, -(-total // num_shards))
+
+
+def _share_of(total: int, share: float) -> int:
+    """Return a share, taken to six decimals, of a number of elements, rounded down; the same on every rank."""
+    return math.floor(total * Fraction(share).limit_denominator(1_000_000))
+
+
+class Box(NamedTuple):
+    """A hyper-rectangle of a tensor: per dim, its first index and its number of indices."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Describe the run of elements ``[start, stop)`` of a row-major tensor as boxes.
+
+    Example: elements [2, 11) of shape (4, 3) are the end of row 0, rows 1 and 2, and the beginning of row 3:
+    ``[((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 2))]``.
+
+    Args:
+        shape: the tensor's shape, n dims.
+        start: first element.
+        stop: one after the last element.
+
+    Returns:
+        Disjoint boxes that hold exactly these elements, in their order: none for an empty run, else at most 2n - 1,
+        or one for n = 0.
+
+    Raises:
+        ValueError: the run does not lie within the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(
+            f"boxes: expected 0 <= start <= stop <= {math.prod(shape)} for shape {tuple(shape)}, got [{start}, "
+            f"{stop}). Count elements from the tensor's own first."
+        )
+    if not shape:
+        return [Box((), ())] * (stop - start)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    found = []
+    while start < stop:
+        # The outermost dim of which whole indices begin here; the last dim always has some.
+        dim = next(dim for dim, stride in enumerate(strides) if start % stride == 0 and start + stride <= stop)
+        offsets = [start // stride % size for stride, size in zip(strides, shape, strict=True)]
+        count = min((stop - start) // strides[dim], shape[dim] - offsets[dim])
+        found.append(Box(tuple(offsets), (*[1] * dim, count, *shape[dim + 1 :])))
+        start += count * strides[dim]
+    return found
+
+
+if __name__ == "__main__":
+    from .layout_report import main
+
+    main()
+elif sys.argv[:1] == ["-m"]:
+    # While ``python -m`` looks for the module that it will run, ``sys.argv[0]`` is "-m" and packages are imported, ours
+    # with this module in it. Should it be the one, runpy warns that it will be executed twice; that is harmless, since
+    # the second copy only calls the report, which uses the first.
+    warnings.filterwarnings("ignore", f"'{re.escape(__name__)}' found in sys.modules", RuntimeWarning)

@@ -186,7 +186,11 @@ class FsdpParameterGroup:
     def name_at(self, offset: int) -> str:
         """Return the name of the parameter that holds element `offset` of `full_weight`."""
         return next(
-            (fqn for fqn, slot in zip(self.fqns, self.layout.slots, strict=True) if offset < slot.range.stop),
+            (
+                fqn
+                for fqn, slot in zip(self.fqns, self.layout.slots, strict=True)
+                if slot.offset <= offset < slot.range.stop
+            ),
             self.fqns[-1],
         )
 
