@@ -41,7 +41,7 @@ part() { # name, seconds, command
     [ "$status" -eq 0 ] || failed+=("$name")
 }
 
-part behaviour 200 "$python" -m tests.gpu.behaviour
+part behaviour 280 "$python" -m tests.gpu.behaviour
 part one_rank 100 "$python" -m tests.gpu.checks --ranks 1 races memory overlap
 [ "$ranks" -eq 1 ] || part two_ranks 110 "$python" -m tests.gpu.checks --ranks 2 races memory overlap
 if [ "$FSDP_TEST_DEVICE" = cuda ]; then
