@@ -20,20 +20,25 @@ from tests.fuzz.sharded import POLICIES, named
 
 
 class _Participation:
-    """Which units took part in a backward: a gradient of an output or of a parameter of theirs was computed."""
+    """Which units took part in a backward: an output, something kept or a parameter of theirs got a gradient."""
 
     def __init__(self, roots: Any) -> None:
         self._parameters: dict[nn.Module, list[nn.Parameter]] = {}
         self._active: set[nn.Module] = set()
+        self._num_kept: list[int] = []
         owned: set[nn.Parameter] = set()
         for root in roots:
             for unit in unit_modules(root):
                 own = [p for p in unit.parameters() if p not in owned]
                 owned.update(own)
                 self._parameters[unit] = [p for p in own if p.requires_grad]
-                unit.register_forward_hook(self._watch)
+                unit.register_forward_pre_hook(self._begin)
+                unit.register_forward_hook(self._watch, always_call=True)
 
-    def _watch(self, unit: nn.Module, args: Any, output: Any) -> Any:
+    def _begin(self, unit: Any, args: Any) -> None:
+        self._num_kept.append(len(unit.tape.aside))
+
+    def _watch(self, unit: Any, args: Any, output: Any) -> Any:
         def see(grad: torch.Tensor) -> None:
             self._active.add(unit)
 
@@ -52,6 +57,9 @@ class _Participation:
                 return type(value)(watch(value.x), watch(value.aux))
             return type(value)(watch(item) for item in value) if isinstance(value, (tuple, list)) else value
 
+        for kept in unit.tape.aside[self._num_kept.pop() :]:
+            if kept.requires_grad:
+                kept.register_hook(see)
         return watch(output)
 
     def take(self) -> list[nn.Parameter]:
