@@ -28,10 +28,12 @@ HOST_ONLY = {
     "test_architecture.py": "reads source text",
     "test_documents.py": "reads documents",
     "test_layout.py": "computes with integers",
+    "test_layout_report.py": "computes with integers",
     "test_values.py": "looks at values without tensors",
     "test_cases.py": "reads source text",
     "test_schedule.py": "puts vector clocks in place of host streams; races.py asks the same of real streams",
     "test_mcore_adapter.py": "runs megatron-core on hosts; run.sh trains with it on GPUs",
+    "test_mcore_strategies.py": "runs megatron-core on hosts; run.sh trains with it on GPUs",
     "test_fully_sharded_optimizer.py": "runs megatron-core on hosts; run.sh trains with it on GPUs",
 }
 
