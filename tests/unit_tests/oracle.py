@@ -98,7 +98,7 @@ def run_reference(recipe: Recipe, world_size: int) -> Run:
 
 
 def run_sharded(recipe: Recipe) -> Run:
-    """Train on this rank's share with FSDP; check the resting state and the collective log after every step."""
+    """Train on this rank's share with FSDP; check the resting state after every step, and the log of collectives."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build(recipe.model).to(recipe.device, recipe.dtype)
     mesh = None if recipe.mesh is None else init_device_mesh(recipe.device, recipe.mesh)
@@ -106,7 +106,7 @@ def run_sharded(recipe: Recipe) -> Run:
         shard_layers(model, mesh=mesh, mixed_precision_policy=recipe.policy, **recipe.shard)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = fully_shard_optimizer(OPTIMIZERS[recipe.optimizer](trainable))
-    losses, norms = [], []
+    losses, norms, communicated = [], [], []
     for step in range(recipe.steps):
         with CollectiveLog() as log:
             optimizer.zero_grad(set_to_none=recipe.set_to_none)
@@ -121,9 +121,10 @@ def run_sharded(recipe: Recipe) -> Run:
                 norms.append(clip_grad_norm_(trainable, recipe.max_norm).item())
             optimizer.step()
         assert_at_rest(model)
-        assert_same_on_all_ranks(log.entries)
+        communicated.append(log.entries)
         dist.all_reduce(total)
         losses.append(total.item() / world_size)
+    assert_same_on_all_ranks(communicated)
     named = dict(model.named_parameters())
     state: dict[str, dict[str, torch.Tensor]] = {}
     names = {id(p): name for name, p in named.items()}
