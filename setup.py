@@ -10,6 +10,9 @@ setup(
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_adapter",
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_config",
         "megatron.core.optimizer.fully_sharded_optimizer",
+        "megatron.core.optimizer.fully_sharded_optimizer_config",
+        "megatron.core.optimizer.fully_sharded_optimizer_gradients",
+        "megatron.core.optimizer.fully_sharded_optimizer_state",
     ],
     package_data={"megatron.core.distributed.fsdp.experimental": ["py.typed"]},
 )

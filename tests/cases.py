@@ -106,8 +106,15 @@ CASES = (
     Case(35, "silent", "casting inputs loses precision", note="inputs are never cast"),
     # Norms and non-finite values
     Case(37, "silent", "the gradient norm of one rank is returned"),
-    Case(38, "silent", "the gradient norm counts replicas"),
-    Case(39, "silent", "the norm counts replicated or ignored parameters wrongly", LAYOUTS, refused=_NO_LAYOUT),
+    Case(38, "silent", "the gradient norm counts replicas", note="summed over the axes that shard"),
+    Case(
+        39,
+        "silent",
+        "the norm counts replicated or ignored parameters wrongly",
+        LAYOUTS,
+        note="tied, frozen and plain ones, for every strategy",
+        refused=_NO_LAYOUT,
+    ),
     Case(40, "silent", "norm and clipping read another gradient than the optimizer"),
     Case(43, "silent", "only one rank skips an overflowing step"),
     # Layout and views

@@ -84,6 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "registration": {"dtensor", "module"},
     "ownership": {"group_options", "module"},
     "checks": {"controls", "group_options", "initial_values", "module", "ownership", "policy"},
+    "step_guard": {"dtensor", "parameter_group"},
     "fully_shard": {
         "agreement",
         "allocator",
@@ -98,10 +99,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "registration",
         "replaced",
         "schedule",
+        "step_guard",
     },
     "norms": {"collectives"},
     "elementwise": {"operations"},
-    "optimizer": {"parameter_group", "dtensor", "elementwise"},
+    "local_step": {"dtensor", "parameter_group", "step_guard"},
+    "optimizer": {"parameter_group", "dtensor", "elementwise", "local_step"},
 }
 COMMUNICATION = {
     "all_gather",

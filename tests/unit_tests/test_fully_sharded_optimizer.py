@@ -24,6 +24,7 @@ from megatron.core import optimizer as mcore_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.experimental import FsdpDTensor, fully_shard_optimizer
 from megatron.core.optimizer import fully_sharded_optimizer as ours
+from megatron.core.optimizer import fully_sharded_optimizer_config as ours_config
 from megatron.core.optimizer.fully_sharded_optimizer import (
     FullyShardedOptimizer,
     count_replication,
@@ -930,7 +931,7 @@ def test_the_base_optimizer_is_the_one_megatron_core_would_use(monkeypatch: pyte
     groups = [{"params": [nn.Parameter(torch.ones(2))]}]
 
     def build(device: str, **changes: Any) -> Any:
-        return ours._base_optimizer(optimizer_config(**changes), groups, torch.device(device))
+        return ours_config.base_optimizer(optimizer_config(**changes), groups, torch.device(device))
 
     assert type(build("cpu")) is torch.optim.AdamW
     assert type(build("cpu", decoupled_weight_decay=False)) is torch.optim.Adam
@@ -938,9 +939,9 @@ def test_the_base_optimizer_is_the_one_megatron_core_would_use(monkeypatch: pyte
     assert build("cpu").defaults["fused"] is None
     assert build("cuda").defaults["fused"] is True
     assert build("cuda", optimizer="sgd").defaults["fused"] is True
-    monkeypatch.setattr(ours.mcore_optimizer, "USING_PYTORCH_OPTIMIZER", False)
-    monkeypatch.setattr(ours.mcore_optimizer, "Adam", lambda params, **settings: settings)
-    monkeypatch.setattr(ours.mcore_optimizer, "SGD", lambda params, **settings: settings)
+    monkeypatch.setattr(ours_config.mcore_optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    monkeypatch.setattr(ours_config.mcore_optimizer, "Adam", lambda params, **settings: settings)
+    monkeypatch.setattr(ours_config.mcore_optimizer, "SGD", lambda params, **settings: settings)
     fused = build("cuda", adam_beta1=0.8, adam_beta2=0.7, adam_eps=0.1, decoupled_weight_decay=False)
     assert fused == {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.7), "eps": 0.1, "adam_w_mode": False}
     assert build("cuda", optimizer="sgd", sgd_momentum=0.3) == {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.3}
@@ -950,7 +951,6 @@ REFUSED = (
     "optimizer_cpu_offload",
     "overlap_param_gather_with_optimizer_step",
     "reuse_grad_buf_for_mxfp8_param_ag",
-    "use_precision_aware_optimizer",
     "optimizer_cuda_graph",
     "use_layer_wise_distributed_optimizer",
 )

@@ -293,6 +293,10 @@ def _no_decoupled_gradients() -> None:
     fully_shard_optimizer(torch.optim.SGD(_sharded_linear_kept().parameters(), lr=0.1), precision_aware=True)
 
 
+def _decoupled_gradients_unasked() -> None:
+    fully_shard_optimizer(_Decoupled(_sharded_linear_kept().parameters()))
+
+
 def _not_elementwise(name: str) -> None:
     """PB-033: rules that look beyond an element compute something else on shards."""
     parameters = [p for p in _sharded_linear_kept().parameters() if p.ndim == 2]
@@ -316,6 +320,11 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
         ValueError,
         _no_decoupled_gradients,
         "expected an optimizer with use_decoupled_grad=True, got SGD",
+    ),
+    "decoupled_unasked": (
+        ValueError,
+        _decoupled_gradients_unasked,
+        "expected True for an optimizer with use_decoupled_grad=True, got False for _Decoupled",
     ),
     **{
         name.lower(): (ValueError, (lambda name=name: _not_elementwise(name)), "expected an element-wise optimizer")

@@ -9,12 +9,14 @@ buffers: there is nothing to copy between model and optimizer here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.config_logger import has_config_logger_enabled, log_config_to_disk
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,13 +26,19 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core import optimizer as mcore_optimizer
 from megatron.core import parallel_state
-from megatron.core.distributed.fsdp.experimental import (
-    FsdpDTensor,
-    clip_grads_with_norm_,
-    fully_shard_optimizer,
-    shard_dtensor,
-)
+from megatron.core.distributed.fsdp.experimental import FsdpDTensor, GradientStatistics, fully_shard_optimizer
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_adapter import is_fully_sharded
+from megatron.core.optimizer.fully_sharded_optimizer_config import (
+    base_optimizer,
+    check_config,
+    check_gradient_dtypes,
+    check_precision_aware,
+    grad_scaler_of,
+)
+from megatron.core.optimizer.fully_sharded_optimizer_gradients import WideGradients
+from megatron.core.optimizer.fully_sharded_optimizer_state import create_state, load_sharded_state, sharded_state
+
+_grad_of = attrgetter("grad")
 
 
 def count_replication(tensor: DTensor) -> int:
@@ -53,16 +61,20 @@ def count_replication(tensor: DTensor) -> int:
 class FullyShardedOptimizer(MixedPrecisionOptimizer):
     """Steps the shards of FSDP v2 model chunks under Megatron-Core's mixed-precision contract.
 
+    Statistics are exact for every layout: each gradient element counts once over the grad-stats group. Under
+    megatron-core's ChainedOptimizer so is the joint norm; its zero count is its own, once per replica in that group.
+
     Args:
         optimizer: base optimizer over the chunks' sharded parameters; adapted in place if it is not yet.
-        config: optimizer configuration.
+        config: optimizer configuration. `use_precision_aware_optimizer` needs one that reads ``decoupled_grad``.
         grad_scaler: loss scaler, or None for a loss that is not scaled.
         init_state_fn: megatron-core's state initialiser; kept for its interface, since state is made by a step.
         model_chunks: the chunks, wrapped by FSDP v2.
 
     Raises:
         NotImplementedError: a config field that FSDP v2 does not support.
-        ValueError: chunks that FSDP v2 does not wrap, parameters that are not theirs, or fp16 without a loss scaler.
+        ValueError: chunks that FSDP v2 does not wrap, parameters that are not theirs, fp16 without a loss scaler, or
+            a base optimizer or dtypes that do not fit a precision-aware config.
     """
 
     def __init__(
@@ -78,8 +90,11 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         self._validate_config(config, model_chunks)
         if config.fp16 and grad_scaler is None:
             raise ValueError("FullyShardedOptimizer grad_scaler: expected one with fp16, got None. Set a loss scale.")
+        self._is_precision_aware = bool(config.use_precision_aware_optimizer)
+        if self._is_precision_aware:
+            check_precision_aware(config, optimizer)
         if not hasattr(optimizer, "_fsdp_step"):
-            fully_shard_optimizer(optimizer)
+            fully_shard_optimizer(optimizer, precision_aware=self._is_precision_aware)
         # MixedPrecisionOptimizer's own constructor allocates on "cuda"; these are its fields on the model's device.
         MegatronOptimizer.__init__(self, optimizer, config, init_state_fn)
         self.is_stub_optimizer = False
@@ -91,7 +106,8 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         self.grad_norms_by_group: dict[str, float] = {}
         # Without it the base class would reduce statistics over model parallelism only: a norm of one shard.
         self.grad_stats_parallel_group = model_chunks[0].data_parallel_group
-        self._reduced_gradients: list[tuple[FsdpDTensor, FsdpDTensor, FsdpDTensor]] = []
+        self._known_statistics: GradientStatistics | None = None
+        self._wide_gradients = WideGradients()
         self._check_ownership()
 
     @staticmethod
@@ -102,26 +118,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
                 f"FullyShardedOptimizer model_chunks: expected chunks wrapped by Megatron-FSDP v2, got {foreign}. "
                 "Wrap every chunk with mcore_fsdp_v2_adapter.FullyShardedDataParallel."
             )
-        for name in (
-            "optimizer_cpu_offload",
-            "overlap_param_gather_with_optimizer_step",
-            "reuse_grad_buf_for_mxfp8_param_ag",
-            "use_precision_aware_optimizer",
-            "optimizer_cuda_graph",
-            "use_layer_wise_distributed_optimizer",
-        ):
-            if getattr(config, name, False):
-                raise NotImplementedError(
-                    f"OptimizerConfig.{name}: expected False, got True; not supported with Megatron-FSDP v2 yet. "
-                    f"Drop --{name.replace('_', '-')}."
-                )
-
-        threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
-        if math.isfinite(threshold):
-            raise NotImplementedError(
-                f"OptimizerConfig.grad_norm_skip_threshold: expected inf, got {threshold}; not supported with "
-                "Megatron-FSDP v2 yet. Drop --grad-norm-skip-threshold."
-            )
+        check_config(config)
 
     def _check_ownership(self) -> None:
         owned = {id(parameter) for chunk in self.model_chunks for parameter in chunk.parameters()}
@@ -134,49 +131,45 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
 
     # --- gradient statistics --------------------------------------------------------------------------------------
 
-    def _gradients(self) -> Iterator[DTensor]:
-        for parameter in self.get_parameters():
-            if parameter.grad is not None:
-                yield parameter.grad
+    @property
+    def _statistics(self) -> GradientStatistics:
+        group = self.get_grad_stats_parallel_group()
+        if self._known_statistics is None or self._known_statistics.group is not group:
+            self._known_statistics = GradientStatistics(group, self.device)
+        return self._known_statistics
 
-    def _sum_over_gradients(self, statistic: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return the sum of a float64 statistic of every logical gradient element, over the grad-stats group.
+    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+        """Return the local gradients that this rank counts; a ChainedOptimizer sums over those of its children."""
+        return self._filter_grads_for_norm(self.get_parameters())
 
-        Each rank contributes its local part divided by its number of copies, whichever mesh the gradient lies on. Sums
-        are kept in float64, so that norm and clipping do not depend on how many ranks share the gradients.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for gradient in self._gradients():
-            local = gradient.to_local()
-            if local.numel():
-                total += statistic(local) / count_replication(gradient)
-        torch.distributed.all_reduce(total, group=self.get_grad_stats_parallel_group())
-        return total
+    def _filter_grads_for_norm(
+        self, params: Iterable[Any], param_filter: Callable[[Any], bool] | None = None
+    ) -> list[torch.Tensor]:
+        """Do the same for some of the parameters; megatron-core 0.19 asks so."""
+        return self._statistics.counted_gradients([p for p in params if param_filter is None or param_filter(p)])
 
     @torch.no_grad()
     def get_grad_norm(self) -> torch.Tensor:
         """Return the global L2 norm of the gradients, a 0-d float32 tensor; every rank must call it."""
-        squares = self._sum_over_gradients(lambda local: torch.linalg.vector_norm(local, dtype=torch.float64).square())
-        return squares.sqrt().float()
+        return self._statistics.norm(self.get_parameters()).float()
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> torch.Tensor:
         """Scale the gradients to a norm of at most `clip_grad`; return the norm before, a 0-d float32 tensor."""
         norm = self.get_grad_norm()
-        clip_grads_with_norm_(self.get_parameters(), clip_grad, norm)
+        self._statistics.clip(self.get_parameters(), clip_grad, norm)
         return norm
 
     @torch.no_grad()
     def count_zeros(self) -> float:
         """Return how many elements of the gradients are zero, over all ranks; every rank must call it."""
-        zeros = self._sum_over_gradients(lambda local: (local == 0).sum(dtype=torch.float64))
-        return float(zeros)
+        return float(self._statistics.count_zeros(self.get_parameters()))
 
     # --- the step -------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the sharded gradients."""
-        self._reduced_gradients = []
+        """Clear the sharded gradients of this optimizer's parameters, with what waits for a reduction."""
+        self._restore_gradients()
         self.optimizer.zero_grad(set_to_none)
 
     def prepare_grads(self) -> bool:
@@ -188,31 +181,37 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
 
     def step_with_ready_grads(self) -> bool:
         """Step the base optimizer, then give every ``.grad`` its own dtype back; return whether it stepped."""
-        is_updated: bool = super().step_with_ready_grads()
-        self._restore_gradients()
+        try:
+            is_updated: bool = super().step_with_ready_grads()
+        finally:
+            self._restore_gradients()
         return is_updated
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         """Return this rank's parts of the gradients, for the loss scaler to unscale in place."""
-        return [gradient.to_local() for gradient in self._gradients()]
+        return self._statistics.local_gradients(self.get_parameters())
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        """Put gradients of another dtype than their main weights aside, for copies in the dtype of the weights.
+        """Have gradients in the dtype of their main weights, in copies where they are narrower.
 
-        So that unscaling and clipping do not round, or lose, what a narrow dtype cannot hold.
+        A precision-aware optimizer reads them as they are, from ``decoupled_grad``, where megatron-core looks, too.
         """
-        self._reduced_gradients = []
-        for parameter in self.get_parameters():
-            reduced = parameter.grad
-            if reduced is not None and reduced.dtype is not parameter.dtype:
-                parameter.grad = shard_dtensor(reduced.to_local().to(parameter.dtype), parameter.geometry)
-                self._reduced_gradients.append((parameter, reduced, parameter.grad))
+        self._restore_gradients()
+        parameters = self.get_parameters()
+        if not self._is_precision_aware:
+            self._wide_gradients.install(parameters)
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = list(map(_grad_of, parameters))
+            check_gradient_dtypes(self.config, {gradient.dtype for gradient in gradients if gradient is not None})
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.decoupled_grad = gradient
 
     def _restore_gradients(self) -> None:
-        for parameter, reduced, installed in self._reduced_gradients:
-            if parameter.grad is installed:
-                parameter.grad = reduced
-        self._reduced_gradients = []
+        self._wide_gradients.restore()
+        if self._is_precision_aware:
+            for parameter in self.get_parameters():
+                parameter.decoupled_grad = None
 
     def _copy_main_params_to_model_params(self) -> None:
         """Do nothing: the step marks the main weights as written, and the next gather refreshes compute weights."""
@@ -266,18 +265,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         """
         if is_loading:
             self._create_state()
-        names = {id(parameter): name for name, parameter in self._named_parameters().items()}
-        state, meta = {}, {}
-        for group in self.optimizer.param_groups:
-            hyperparameters = _hyperparameters(group)
-            for parameter in group["params"]:
-                name = names[id(parameter)]
-                meta[name] = dict(hyperparameters)
-                if parameter in self.optimizer.state:
-                    state[name] = {
-                        key: _as_dtensor(value, parameter) for key, value in self.optimizer.state[parameter].items()
-                    }
-        return {"state": state, "param_to_group_meta": meta}
+        return sharded_state(self.optimizer, self._named_parameters())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `sharded_state_dict` returned, after a checkpoint has been read into it.
@@ -286,93 +274,11 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
             KeyError: parameters are missing from it, or unknown.
             ValueError: parameters of one group have different settings in it.
         """
-        named = self._named_parameters()
-        names = {id(parameter): name for name, parameter in named.items()}
-        state, meta = state_dict["state"], state_dict["param_to_group_meta"]
-        with_state = {name for name, parameter in named.items() if parameter in self.optimizer.state}
-        for what, missing in (("settings", named.keys() - meta.keys()), ("state", with_state - state.keys())):
-            if missing:
-                raise KeyError(
-                    f"FullyShardedOptimizer.load_state_dict: expected {what} of every parameter, got none for "
-                    f"{sorted(missing)[:5]}. Load a checkpoint of the same model."
-                )
-        if unknown := (meta.keys() | state.keys()) - named.keys():
-            raise KeyError(
-                f"FullyShardedOptimizer.load_state_dict: expected this optimizer's parameters only, got "
-                f"{sorted(unknown)[:5]}. Load a checkpoint of the same model."
-            )
-        settings = [
-            _common_settings({names[id(parameter)]: meta[names[id(parameter)]] for parameter in group["params"]})
-            for group in self.optimizer.param_groups
-        ]
-        for group, loaded in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(loaded)
-        for name, values in state.items():
-            self.optimizer.state[named[name]] = {
-                key: value.to_local() if isinstance(value, DTensor) else value for key, value in values.items()
-            }
+        load_sharded_state(self.optimizer, self._named_parameters(), state_dict)
 
-    @torch.no_grad()
     def _create_state(self) -> None:
         """Make the base optimizer create its state, without moving a weight or a step count."""
-        every = self.get_parameters()
-        new = [parameter for parameter in every if parameter not in self.optimizer.state]
-        if not new:
-            return
-        saved = [_hyperparameters(group) for group in self.optimizer.param_groups]
-        gradients = [parameter.grad for parameter in every]
-        for parameter in every:
-            parameter.grad = None
-        for parameter in new:
-            parameter.grad = torch.zeros_like(parameter)
-        for group in self.optimizer.param_groups:
-            # Zero gradients move nothing by themselves. The rate stays: some rules start their state from it.
-            group.update(weight_decay=0.0)
-        self.optimizer.step()
-        for group, settings in zip(self.optimizer.param_groups, saved, strict=True):
-            _restore_settings(group, settings)
-        for parameter, gradient in zip(every, gradients, strict=True):
-            parameter.grad = gradient
-        for parameter in new:
-            state = self.optimizer.state[parameter]
-            if "step" in state:
-                state["step"] = _zero_like(state["step"])
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _restore_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Give a group its settings back; a step count that a first step has added to it stays, as zero."""
-    for key in group.keys() - settings.keys() - {"params"}:
-        if key == "step":
-            group[key] = _zero_like(group[key])
-        else:
-            del group[key]
-    group.update(settings)
-
-
-def _zero_like(step: Any) -> Any:
-    return torch.zeros_like(step) if torch.is_tensor(step) else 0
-
-
-def _common_settings(by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings that all parameters of one group share."""
-    (first, settings), *others = by_name.items()
-    for name, other in others:
-        if other.keys() != settings.keys() or any(bool(other[key] != value) for key, value in settings.items()):
-            raise ValueError(
-                f"FullyShardedOptimizer.load_state_dict: expected equal settings within a parameter group, got {other} "
-                f"for {name} and {settings} for {first}. Group the parameters as in the checkpoint."
-            )
-    return settings
-
-
-def _as_dtensor(value: Any, parameter: FsdpDTensor) -> Any:
-    if isinstance(value, torch.Tensor) and value.shape == parameter.to_local().shape and value.ndim:
-        return shard_dtensor(value, parameter.geometry)
-    return value
+        create_state(self.optimizer, self.config.main_grads_dtype if self._is_precision_aware else None)
 
 
 def get_megatron_optimizer(
@@ -424,54 +330,21 @@ def get_megatron_optimizer(
             "get_megatron_optimizer model_chunks: expected trainable parameters, got none. Unfreeze some, or train "
             "without an optimizer."
         )
-    base = _base_optimizer(config, param_groups, model_chunks[0].device)
-    optimizer = FullyShardedOptimizer(base, config, _grad_scaler(config), None, model_chunks)
+    base = base_optimizer(config, param_groups, model_chunks[0].device)
+    optimizer = FullyShardedOptimizer(base, config, grad_scaler_of(config), None, model_chunks)
     optimizer.grad_stats_parallel_group = _grad_stats_group(pg_collection, model_chunks)
     optimizer.tp_group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
     return optimizer
 
 
-def _base_optimizer(
-    config: OptimizerConfig, param_groups: Sequence[dict[str, Any]], device: torch.device
-) -> torch.optim.Optimizer:
-    """Return the optimizer that megatron-core would use: TransformerEngine's or Apex's if installed, else torch's."""
-    settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if mcore_optimizer.USING_PYTORCH_OPTIMIZER and device.type != "cpu":
-        settings["fused"] = True
-    if config.optimizer == "sgd":
-        return mcore_optimizer.SGD(param_groups, momentum=config.sgd_momentum, **settings)
-    if config.optimizer != "adam":
-        raise ValueError(
-            f"OptimizerConfig.optimizer: expected 'adam' or 'sgd' with Megatron-FSDP v2, got {config.optimizer!r}. "
-            "Use one of the two."
-        )
-    settings.update(betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
-    if mcore_optimizer.USING_PYTORCH_OPTIMIZER:
-        adam = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        return adam(param_groups, **settings)
-    return mcore_optimizer.Adam(param_groups, adam_w_mode=config.decoupled_weight_decay, **settings)
-
-
-def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
-    if config.loss_scale:
-        return ConstantGradScaler(config.loss_scale)
-    if not config.fp16:
-        return None
-    return DynamicGradScaler(
-        initial_scale=config.initial_loss_scale,
-        min_scale=config.min_loss_scale,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        growth_interval=config.loss_scale_window,
-        hysteresis=config.hysteresis,
-    )
-
-
 def _grad_stats_group(pg_collection: ProcessGroupCollection | None, model_chunks: list[MegatronModule]) -> Any:
-    """Return the group in which every gradient shard is held by exactly one rank or by counted copies."""
+    """Return the group over which gradients are counted.
+
+    That of one optimizer instance holds all model-parallel ranks, and all data-parallel ones unless there are several
+    instances, i.e. an outer data-parallel axis: its ranks hold some of the copies or shards only.
+    """
     group = getattr(pg_collection, "intra_dist_opt", None)
     if group is None:
         group = parallel_state.get_intra_distributed_optimizer_instance_group()
-    # With several optimizer instances megatron-core's group ends at one, whose ranks hold some of the copies or shards.
     everybody = model_chunks[0].data_parallel_group
     return everybody if group.size() < everybody.size() else group

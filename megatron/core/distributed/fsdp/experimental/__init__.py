@@ -12,7 +12,7 @@ from .fully_shard import fully_shard, fully_shard_context
 from .hooks import register_fsdp_forward_method
 from .lockstep import check_ranks
 from .module import FsdpModule
-from .norms import clip_grad_norm_, clip_grads_with_norm_, grad_norm
+from .norms import GradientStatistics, clip_grad_norm_, clip_grads_with_norm_, grad_norm
 from .optimizer import fully_shard_optimizer
 from .placement import Flat
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
@@ -24,6 +24,7 @@ __all__ = [
     "FsdpContext",
     "FsdpDTensor",
     "FsdpModule",
+    "GradientStatistics",
     "MixedPrecisionPolicy",
     "Placements",
     "SchedulePolicy",

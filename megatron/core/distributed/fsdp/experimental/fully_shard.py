@@ -26,6 +26,7 @@ from .parameter_group import FsdpParameterGroup
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
 from .replaced import retire
 from .schedule import FsdpContext
+from .step_guard import watch_steps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -157,6 +158,7 @@ def _attach(
     for other in absorbed:
         context.absorb(other)
     context.register_module(unit, record)
+    watch_steps()
     return module
 
 

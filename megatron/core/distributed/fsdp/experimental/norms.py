@@ -1,21 +1,36 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of gradients over all ranks, and clipping by them: each gradient by its own DTensor layout.
+"""Norms of gradients over all ranks, zero counts, and clipping: each gradient by its own DTensor layout.
 
 It neither makes gradients nor steps anything.
+
+[Note: counted once]
+A mesh axis that shards a gradient holds different elements on its ranks, any other axis copies. Either statistics are
+summed over the axes that shard and over no other, mesh by mesh; or, where a process group spans ranks with different
+parameters, over that group, and of all copies in it only the one on the lowest rank counts.
+Sums over elements and over ranks are taken in float64, over ranks in their order, so that all ranks get the same bits
+and the number of ranks does not show after rounding.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import collectives
+
+_dtype_of, _grad_of = attrgetter("dtype"), attrgetter("grad")
+
+_SMALL_NUMEL = 4096
+"""Gradients with fewer elements are copied into one tensor for a norm: an operation each would cost the host more."""
 
 
 def clip_grad_norm_(
@@ -43,14 +58,14 @@ def clip_grad_norm_(
     """
     if not max_norm > 0 or not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: expected max_norm > 0 and norm_type > 0, got {max_norm} and {norm_type}.")
-    items = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    total = grad_norm(items, norm_type)
+    plan = _Plan([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
+    total = _norm(plan, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"clip_grad_norm_: expected a finite gradient norm, got {float(total)}. Lower the learning rate or the "
             "loss scale, or pass error_if_nonfinite=False to go on."
         )
-    clip_grads_with_norm_(items, max_norm, total)
+    _scale(plan.gradients(), max_norm, total)
     return total
 
 
@@ -62,71 +77,265 @@ def clip_grads_with_norm_(parameters: Iterable[torch.Tensor], max_norm: float, t
         max_norm: upper bound of the norm.
         total_norm: the norm as it is, 0-d, the same on every rank.
     """
-    scale = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        gradients = [_local_gradient(item.grad) for item in parameters if item.grad is not None]
-        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            torch._foreach_mul_([g for g in gradients if g.dtype is dtype], scale)
+    _scale(_Plan(list(parameters)).gradients(), max_norm, total_norm)
 
 
 def grad_norm(parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients over all ranks, 0-d, as `clip_grad_norm_` does; every rank must call it.
 
-    Shards are reduced over the mesh axes that shard them and over no other, so that replicas count once. Every mesh
-    among the parameters is reduced over, whether this rank has gradients there or not. Sums are kept in float64, so
-    that the norm, and with it clipping, does not depend on how many ranks share the gradients.
+    Shards are summed over the mesh axes that shard them and over no other ([Note: counted once]). Every mesh among the
+    parameters takes part, whether this rank has gradients there or not.
     """
-    _require_reduced(parameters)
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        buckets: dict[Any, tuple[list[dist.ProcessGroup], list[torch.Tensor]]] = {}
-        for parameter in parameters:
-            key, groups = _reduction_groups(parameter)
-            gradients = buckets.setdefault(key, (groups, []))[1]
-            if parameter.grad is not None:
-                gradients.append(_local_gradient(parameter.grad))
-        device = _local_gradient(parameters[0]).device if parameters else torch.device("cpu")
-        is_wide = any(parameter.dtype is torch.float64 for parameter in parameters)
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        is_max = math.isinf(norm_type)
-        for groups, gradients in buckets.values():
-            part = _power_sum(gradients, norm_type, like=total)
-            for group in groups:
-                collectives.all_reduce(part, "max" if is_max else "sum", group, what="the gradient norm")
-            total = torch.maximum(total, part) if is_max else total + part
-        norm = total if is_max else total.pow(1.0 / norm_type)
-        return norm if is_wide else norm.float()
+    return _norm(_Plan(parameters), norm_type)
 
 
-def _require_reduced(parameters: Sequence[torch.Tensor]) -> None:
-    """Refuse gradients of which a part waits on each rank; alike on all ranks, without communication."""
-    for parameter in parameters:
-        reference = getattr(parameter, "_fsdp_group", None)
-        group = None if reference is None else reference()
-        if group is not None and group.has_unreduced_gradients:
-            raise RuntimeError(
-                f"gradient norm of {group.name}: expected reduced gradients, got some that are held back on each rank. "
-                "Run the last backward with set_requires_gradient_sync(True)."
-            )
+class GradientStatistics:
+    """Statistics over a process group whose ranks may hold different parameters, on meshes of their own.
+
+    It remembers how the parameters of the last call lie, so that asking again for the same ones is cheap.
+
+    Args:
+        group: every rank of it calls each method, with parameters of its own. Of a sharded gradient it holds all
+            shards; copies count once ([Note: counted once]).
+        device: where to compute, for ranks that have no parameters, too.
+
+    Attributes:
+        group: as given.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self._device = device
+        self._ranks = frozenset(dist.get_process_group_ranks(group))
+        self._counting: dict[_Spread, bool] = {}
+        self._plan = _Plan([])
+
+    def local_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this rank's parts of the gradients, those without an element left out; shared, not copied."""
+        return self._planned(parameters).gradients()
+
+    def counted_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the local parts of the gradients that this rank counts; as `local_gradients`.
+
+        Over all ranks of the group, every gradient element is in exactly one of these lists.
+
+        Raises:
+            ValueError: the group lacks ranks that hold shards of a gradient.
+            RuntimeError: gradients wait for a reduction.
+        """
+        plan = self._planned(parameters)
+        plan.require_reduced()
+        return [gradient for spread in plan.spreads if self._counts(spread) for gradient in plan.gradients(spread)]
+
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of all gradients, 0-d float64, the same bits on every rank; raises as `counted_gradients`.
+
+        Args:
+            parameters: this rank's; those without gradient are skipped.
+            norm_type: order of the norm, > 0; may be inf.
+        """
+        gradients = self.counted_gradients(parameters)
+        with torch.no_grad():
+            parts = _on_every_rank(_part(gradients, norm_type, self._device), [self.group])
+            return _root(_join(parts, norm_type), norm_type)
+
+    def count_zeros(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return how many gradient elements are zero, 0-d float64; raises as `counted_gradients`."""
+        gradients = self.counted_gradients(parameters)
+        numel = sum(gradient.numel() for gradient in gradients)
+        with torch.no_grad():
+            # The "norm" of order 0 is the number of elements that are not zero: a sum of ones, exact in float64.
+            return _join(_on_every_rank(numel - _part(gradients, 0.0, self._device), [self.group]), 0.0)
+
+    def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, total_norm: torch.Tensor) -> None:
+        """Scale gradients as `clip_grads_with_norm_` does."""
+        _scale(self.local_gradients(parameters), max_norm, total_norm)
+
+    def _planned(self, parameters: Sequence[torch.Tensor]) -> _Plan:
+        if not self._plan.is_of(parameters):
+            self._plan = _Plan(parameters)
+        return self._plan
+
+    def _counts(self, spread: _Spread) -> bool:
+        if spread not in self._counting:
+            shards, copies = spread.ranks()
+            if missing := shards - self._ranks:
+                raise ValueError(
+                    f"gradient statistics: expected a process group with all ranks that shard the gradients, got one "
+                    f"of {len(self._ranks)} ranks that lacks {sorted(missing)[:8]}. Give the optimizer a larger "
+                    "grad_stats_parallel_group."
+                )
+            self._counting[spread] = min(copies & self._ranks, default=None) == dist.get_rank()
+        return self._counting[spread]
 
 
-def _reduction_groups(parameter: torch.Tensor) -> tuple[Any, list[dist.ProcessGroup]]:
+@dataclass(frozen=True)
+class _Spread:
+    """How a gradient lies on ranks.
+
+    Attributes:
+        mesh: None for a plain tensor, which is the same on every rank there is.
+        axes: the axes of the mesh that shard it; all others replicate.
+    """
+
+    mesh: DeviceMesh | None
+    axes: tuple[int, ...]
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Return the process groups over which shards are summed."""
+        return [] if self.mesh is None else [self.mesh.get_group(axis) for axis in self.axes]
+
+    def ranks(self) -> tuple[set[int], set[int]]:
+        """Return the global ranks among which the gradient is sharded, and those that hold a copy of this one's shard.
+
+        This rank is in both, unless the mesh lacks it. Example: on the (2, 2) mesh [[0, 1], [2, 3]], sharded by axis 1,
+        rank 1 has {0, 1} and {1, 3}.
+        """
+        if self.mesh is None:
+            return set(), set(range(dist.get_world_size()))
+        mesh, here = self.mesh, self.mesh.get_coordinate()
+        if here is None:
+            return set(), set()
+
+        def along(axes: Sequence[int]) -> set[int]:
+            where: list[Any] = [slice(None) if axis in axes else at for axis, at in enumerate(here)]
+            return set(mesh.mesh[tuple(where)].reshape(-1).tolist())
+
+        return along(self.axes), along([axis for axis in range(mesh.ndim) if axis not in self.axes])
+
+
+class _Plan:
+    """How parameters lie, and where their gradients are to be found.
+
+    Args:
+        parameters: sharded or plain ones, with gradients or without.
+
+    Attributes:
+        spreads: every way in which some of the parameters lie, with those of them that have elements on this rank.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.spreads: dict[_Spread, list[torch.Tensor]] = {}
+        self._owners: list[Any] = []
+        last: Any = None
+        here: list[torch.Tensor] = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters:
+                # What costs more than an attribute is asked once per unit, whose parameters follow one another.
+                geometry = getattr(parameter, "_geometry", None)
+                if geometry is None or geometry.mesh is not last:
+                    last = None if geometry is None else geometry.mesh
+                    here = self.spreads.setdefault(_spread_of(parameter, last), [])
+                    if hasattr(parameter, "_fsdp_group"):
+                        self._owners.append(parameter._fsdp_group)
+                if getattr(parameter, "_local_tensor", parameter).numel():
+                    here.append(parameter)
+
+    def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether it was made from these very parameters."""
+        return len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters))
+
+    def require_reduced(self) -> None:
+        """Refuse gradients that wait for a reduction, without communication; on all ranks alike.
+
+        Raises:
+            RuntimeError: there are some.
+        """
+        for owner in self._owners:
+            group = owner()
+            if group is not None and group.has_unreduced_gradients:
+                raise RuntimeError(
+                    f"gradient norm of {group.name}: expected reduced gradients, got some that are held back on each "
+                    "rank. Run the last backward with is_last=True and set_requires_gradient_sync(True)."
+                )
+
+    def gradients(self, spread: _Spread | None = None) -> list[torch.Tensor]:
+        """Return the local gradients of all parameters that have elements here, or of those that lie in one way."""
+        kinds = self.spreads.values() if spread is None else [self.spreads[spread]]
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [gradient for here in kinds for gradient in map(_grad_of, here) if gradient is not None]
+            return [getattr(gradient, "_local_tensor", gradient) for gradient in found]
+
+
+def _spread_of(parameter: torch.Tensor, mesh: Any) -> _Spread:
+    if mesh is not None:
+        return _Spread(mesh.device_mesh, mesh.axes)
     if not isinstance(parameter, DTensor):
-        return None, []
-    mesh = parameter.device_mesh
+        return _Spread(None, ())
     axes = tuple(axis for axis, at in enumerate(parameter.placements) if at.is_shard())
-    return (mesh, axes), [mesh.get_group(axis) for axis in axes]
+    return _Spread(parameter.device_mesh, axes)
 
 
-def _local_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+def _norm(plan: _Plan, norm_type: float) -> torch.Tensor:
+    plan.require_reduced()
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        device = plan.parameters[0].device if plan.parameters else torch.device("cpu")
+        parts = [
+            _join(_on_every_rank(_part(plan.gradients(spread), norm_type, device), spread.groups()), norm_type)
+            for spread in plan.spreads
+        ]
+        norm = _root(_join(_stack(parts, device), norm_type), norm_type)
+        return norm if torch.float64 in set(map(_dtype_of, plan.parameters)) else norm.float()
 
 
-def _power_sum(gradients: Sequence[torch.Tensor], norm_type: float, *, like: torch.Tensor) -> torch.Tensor:
-    """Return the sum over elements of |g|**norm_type, or their largest |g| for inf, in float64."""
-    filled = [gradient for gradient in gradients if gradient.numel()]
-    if not filled:
-        return torch.zeros_like(like)
-    norms = torch.stack(torch._foreach_norm(filled, norm_type, dtype=like.dtype))
-    if math.isinf(norm_type):
-        return norms.max()
-    return norms.pow(norm_type).sum()
+def _part(gradients: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Return what this rank adds to a norm, 0-d float64: the sum of |g|**norm_type, or the largest |g| for inf."""
+    norms: list[torch.Tensor] = []
+    for group in _by_dtype(gradients):
+        small = [gradient for gradient in group if gradient.numel() < _SMALL_NUMEL]
+        if len(small) > 1:
+            joined = torch._C._nn.flatten_dense_tensors(small)
+            norms.append(torch.linalg.vector_norm(joined, norm_type, dtype=torch.float64))
+            group = [gradient for gradient in group if gradient.numel() >= _SMALL_NUMEL]
+        if group:
+            norms += torch._foreach_norm(group, norm_type, dtype=torch.float64)
+    every = _stack(norms, device)
+    return _join(every.pow(norm_type) if norm_type not in (0.0, 1.0, math.inf) else every, norm_type)
+
+
+def _stack(scalars: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return 0-d float64 tensors as one, 0-d if it is a single one or zero in place of none."""
+    if len(scalars) == 1:
+        return scalars[0]
+    return torch.stack(list(scalars)) if scalars else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def _join(parts: torch.Tensor, norm_type: float) -> torch.Tensor:
+    if parts.ndim == 0:
+        return parts
+    return parts.max() if math.isinf(norm_type) else parts.sum()
+
+
+def _root(total: torch.Tensor, norm_type: float) -> torch.Tensor:
+    return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+
+
+def _on_every_rank(part: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
+    """Return the parts of all ranks, in the same order and with the same bits on each of them; 1-D if they are several.
+
+    A rank fills its own slot among zeros. So a sum over ranks is exact whatever its order, while that of the parts
+    themselves would depend on it, and a backend's maximum may lose a nan.
+    """
+    for group in groups:
+        if group.size() > 1:
+            slots = part.new_zeros(group.size(), part.numel())
+            slots[group.rank()] = part
+            collectives.all_reduce(slots, "sum", group, what="the gradient statistics")
+            part = slots.view(-1)
+    return part
+
+
+def _scale(gradients: Sequence[torch.Tensor], max_norm: float, total_norm: torch.Tensor) -> None:
+    with torch.no_grad():
+        scale = (total_norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
+        for group in _by_dtype(gradients):
+            torch._foreach_mul_(group, scale)
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return lists of one dtype each, which foreach operations take at once."""
+    dtypes = dict.fromkeys(map(_dtype_of, tensors))
+    if len(dtypes) == 1:
+        return [list(tensors)]
+    return [[tensor for tensor in tensors if tensor.dtype is dtype] for dtype in dtypes]

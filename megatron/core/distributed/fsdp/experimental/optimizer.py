@@ -1,21 +1,15 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers that step local shards.
+"""`fully_shard_optimizer`: which optimizers may step local shards, and what their state dicts look like.
 
-It changes neither the optimizer's rule nor its hyperparameters. Checkpoint formats are elsewhere.
-
-[Note: local step]
-A step over DTensors pays DTensor dispatch for every parameter. The rule of an element-wise optimizer does not need it,
-so an adapted optimizer lends its own `step` the plain local tensors, and takes them back: outside the step,
-param_groups hold the sharded parameters. `optimizer.state` is keyed by sharded parameter and holds local tensors, which
-the step shares; `state_dict()` wraps them into DTensors and `load_state_dict()` takes DTensors.
+It changes neither the optimizer's rule nor its hyperparameters. How a step works is local_step.py's; checkpoint formats
+are elsewhere.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +18,7 @@ from torch.optim import Optimizer
 
 from .dtensor import FsdpDTensor, shard_dtensor
 from .elementwise import ElementwiseOnly
+from .local_step import LocalStep
 from .parameter_group import FsdpParameterGroup
 
 _NOT_ELEMENTWISE = ("adafactor", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap", "sparseadam")
@@ -56,13 +51,17 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
         RuntimeError: adapted already, or a scheduler wraps its step already.
     """
     _check_optimizer(optimizer, precision_aware)
-    groups = _validated_groups(optimizer)
     cls = type(optimizer)
+    # TransformerEngine's kernels (issue 3207) update nothing of a list that ends with a tensor without elements.
+    lender = LocalStep(_validated_groups, precision_aware, empty_first=_is_fused(cls))
+    lender.match(optimizer)
     if cls not in _adapted_classes:
         _adapted_classes[cls] = type(f"Fsdp{cls.__name__}", (_FsdpOptimizer, cls), {"step": _make_step(cls)})
     adapted: Any = optimizer
     adapted.__class__ = _adapted_classes[cls]
-    adapted._fsdp_step = _LocalStep(adapted, groups, precision_aware)
+    adapted._fsdp_step = lender
+    for parameter, state in list(adapted.state.items()):
+        adapted.state[parameter] = {key: _local(value) for key, value in state.items()}
     adapted._patch_step_function()
     adapted.register_state_dict_post_hook(_wrap_state)
     adapted.register_load_state_dict_pre_hook(_unwrap_state)
@@ -86,14 +85,19 @@ def _check_optimizer(optimizer: Any, precision_aware: bool) -> None:
             f"fully_shard_optimizer: expected {kind}.step to be untouched, got one that an LR scheduler or a tool has "
             "wrapped. Adapt the optimizer first and build the scheduler after."
         )
-    if (
-        precision_aware
-        and not any(group.get("use_decoupled_grad") for group in optimizer.param_groups)
-        and (not getattr(optimizer, "use_decoupled_grad", False))
-    ):
+    takes_decoupled = getattr(optimizer, "use_decoupled_grad", False) or any(
+        group.get("use_decoupled_grad") for group in optimizer.param_groups
+    )
+    if precision_aware and not takes_decoupled:
         raise ValueError(
             f"fully_shard_optimizer precision_aware: expected an optimizer with use_decoupled_grad=True, got {kind}, "
             "which reads .grad. Leave precision_aware out."
+        )
+    if takes_decoupled and not precision_aware:
+        raise ValueError(
+            f"fully_shard_optimizer precision_aware: expected True for an optimizer with use_decoupled_grad=True, got "
+            f"False for {kind}, which would not see a gradient. Pass True (with Megatron-Core, "
+            "--use-precision-aware-optimizer), or build it without use_decoupled_grad."
         )
 
 
@@ -128,18 +132,22 @@ class _FsdpOptimizer:
     """Marks an adapted optimizer; its `step` is made by `_make_step`."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as torch does, without asking every parameter's class for each access."""
+        """Clear gradients as torch does, those that wait for a reduction, too; of this optimizer's parameters only."""
         optimizer: Any = self
         with torch._C.DisableTorchFunctionSubclass():
-            super().zero_grad(set_to_none)  # type: ignore[misc]
-        optimizer._fsdp_step.follow_zero_grad()
+            if optimizer._fsdp_step.precision_aware:
+                # Its own zero_grad may clear `decoupled_grad` only, which a step gets from `.grad` anew.
+                Optimizer.zero_grad(optimizer, set_to_none)
+            else:
+                super().zero_grad(set_to_none)  # type: ignore[misc]
+        optimizer._fsdp_step.follow_zero_grad(optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add sharded parameters, as torch does; refuse any other and leave the optimizer as it was."""
         optimizer: Any = self
         super().add_param_group(param_group)  # type: ignore[misc]
         try:
-            optimizer._fsdp_step.set_groups(_validated_groups(optimizer))
+            _validated_groups(optimizer)
         except ValueError:
             optimizer.param_groups.pop()
             raise
@@ -156,7 +164,7 @@ def _make_step(cls: Any) -> Any:
                 f"{type(self).__name__}.step: expected no closure, got one. A closure re-runs forward and backward "
                 "while the step holds local shards. Compute the loss before the step."
             )
-        with self._fsdp_step.lend_locals(self) as shapes, _guard(cls, shapes):
+        with self._fsdp_step.lend(self) as shapes, _guard(cls, shapes):
             original(self)
 
     return step
@@ -164,135 +172,16 @@ def _make_step(cls: Any) -> Any:
 
 def _guard(cls: type, shapes: Callable[[], dict[int, Any]]) -> AbstractContextManager[Any]:
     """Return what holds an optimizer of unknown making to element-wise rules; it costs host time in every operation."""
-    package = cls.__module__.partition(".")[0]
-    is_fused = package in ("apex", "transformer_engine") and cls.__name__ in _FUSED
-    is_known = is_fused or cls.__module__.startswith("torch.optim.")
+    is_known = _is_fused(cls) or cls.__module__.startswith("torch.optim.")
     return nullcontext() if is_known else ElementwiseOnly(cls.__name__, shapes())
 
 
-class _LocalStep:
-    """Lends plain local tensors to an optimizer's step and takes them back."""
-
-    def __init__(self, optimizer: Any, groups: Sequence[FsdpParameterGroup], precision_aware: bool) -> None:
-        self._groups = groups
-        self._precision_aware = precision_aware
-        self._locals: dict[torch.Tensor, Any] = {}
-        self._local_state: Any = defaultdict(dict)
-        for parameter, state in list(optimizer.state.items()):
-            optimizer.state[parameter] = {key: _local(value) for key, value in state.items()}
-
-    def set_groups(self, groups: Sequence[FsdpParameterGroup]) -> None:
-        """Take the groups behind the optimizer's parameters after these have changed."""
-        self._groups = groups
-
-    def follow_zero_grad(self) -> None:
-        """Forget gradients that wait for a reduction, and free the memory of those that are gone."""
-        for group in self._groups:
-            group.drop_unreduced_gradients()
-            group.release_cleared_gradients()
-
-    def ensure_names(self) -> None:
-        """Have parameters named by their place in the root, also before the first forward."""
-        for group in self._groups:
-            group.ensure_names()
-
-    @contextmanager
-    def lend_locals(self, optimizer: Any) -> Iterator[Callable[[], dict[int, Any]]]:
-        """Let the optimizer's param_groups and state speak of local tensors inside the block."""
-        held = [group.name for group in self._groups if group.has_unreduced_gradients]
-        if held:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step: expected reduced gradients, got some that are held back on each "
-                f"rank for groups {held[:3]}. Run the last backward with set_requires_gradient_sync(True)."
-            )
-        unfinished = [group.name for group in self._groups if not group.has_final_gradients]
-        if unfinished:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step: expected gradients of all microbatches, got a last backward inside "
-                f"microbatch(context, is_last=False) for groups {unfinished[:3]}. Run the last one with is_last=True."
-            )
-        self._settle()
-        sharded = [param_group["params"] for param_group in optimizer.param_groups]
-        state = optimizer.state
-        with torch._C.DisableTorchFunctionSubclass():
-            lent = [[self._lend(parameter, state) for parameter in params] for params in sharded]
-        for group in self._groups:
-            group.begin_step()
-        optimizer.state = self._local_state
-        for param_group, params in zip(optimizer.param_groups, lent, strict=True):
-            param_group["params"] = params
-        try:
-            yield lambda: _shapes(sharded, lent)
-        finally:
-            for param_group, params in zip(optimizer.param_groups, sharded, strict=True):
-                param_group["params"] = params
-            optimizer.state = state
-            self._take_back(sharded, lent, state)
-
-    def _settle(self) -> None:
-        """Refuse gradients of unknown origin, and wait for gathers that still read what the step will write."""
-        contexts: dict[int, Any] = {}
-        for group in self._groups:
-            context = None if group.context is None else group.context()
-            if context is not None:
-                contexts[id(context)] = context
-                if group.has_strays:
-                    context.refuse_strays()
-        for context in contexts.values():
-            context.await_gathers()
-
-    def _lend(self, parameter: Any, state: Any) -> Any:
-        local = self._locals.get(parameter)
-        if local is None:
-            local = self._locals[parameter] = parameter._local_tensor.detach()
-        grad = parameter.grad
-        if grad is not None:
-            grad = _cut_gradient(parameter, grad)
-            if self._precision_aware:
-                local.decoupled_grad = grad
-                grad = None
-            elif grad.dtype != local.dtype:
-                grad = grad.to(local.dtype)
-        elif self._precision_aware:
-            local.decoupled_grad = None
-        local.grad = grad
-        known = state.get(parameter)
-        if known is not None:
-            self._local_state[local] = known
-        else:
-            self._local_state.pop(local, None)
-        return local
-
-    def _take_back(self, sharded: Any, lent: Any, state: Any) -> None:
-        for params, local_params in zip(sharded, lent, strict=True):
-            for parameter, local in zip(params, local_params, strict=True):
-                local.grad = None
-                if local in self._local_state:
-                    state[parameter] = self._local_state[local]
-        for group in self._groups:
-            group.mark_main_weight_written()
+def _is_fused(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("apex", "transformer_engine") and cls.__name__ in _FUSED
 
 
-def _shapes(sharded: Any, lent: Any) -> dict[int, tuple[torch.Size, torch.Size]]:
-    """Return the logical and the local shape of every lent tensor and its gradient, by id."""
-    shapes: dict[int, tuple[torch.Size, torch.Size]] = {}
-    for params, local_params in zip(sharded, lent, strict=True):
-        for parameter, local in zip(params, local_params, strict=True):
-            for tensor in (local, local.grad):
-                if tensor is not None:
-                    shapes[id(tensor)] = (parameter.geometry.shape, local.shape)
-    return shapes
-
-
-def _cut_gradient(parameter: Any, grad: Any) -> torch.Tensor:
-    """Return this rank's part of a gradient that the user may have put there."""
-    if not isinstance(grad, DTensor):
-        raise ValueError(
-            f"gradient of {parameter.geometry.fqn}: expected a DTensor cut like its parameter, got "
-            f"{type(grad).__name__} of shape {tuple(grad.shape)}. Change gradients in place, or assign what an "
-            "operation on them returns."
-        )
-    return grad._local_tensor
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    return [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
 
 
 def _local(value: Any) -> Any:
@@ -300,13 +189,13 @@ def _local(value: Any) -> Any:
 
 
 def _names(optimizer: Any) -> list[list[str]]:
-    optimizer._fsdp_step.ensure_names()
+    optimizer._fsdp_step.ensure_names(optimizer)
     return [[parameter.geometry.fqn for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _wrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict that names its parameters, and whose tensors that are cut like one are DTensors."""
-    parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
+    parameters = _parameters(optimizer)
     ids = [i for param_group in state_dict["param_groups"] for i in param_group["params"]]
     by_id = dict(zip(ids, parameters, strict=True))
     wrapped = {

@@ -1,0 +1,149 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""What an `OptimizerConfig` means for FSDP v2: the base optimizer, the loss scaler, and which fields are refused.
+
+It knows no model chunks and steps nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+from megatron.core import optimizer as mcore_optimizer
+
+_UNSUPPORTED = (
+    "optimizer_cpu_offload",
+    "overlap_param_gather_with_optimizer_step",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "optimizer_cuda_graph",
+    "use_layer_wise_distributed_optimizer",
+)
+
+
+def check_config(config: OptimizerConfig) -> None:
+    """Refuse fields that FSDP v2 does not support.
+
+    Raises:
+        NotImplementedError: one of them is set.
+    """
+    for name in _UNSUPPORTED:
+        if getattr(config, name, False):
+            raise NotImplementedError(
+                f"OptimizerConfig.{name}: expected False, got True; not supported with Megatron-FSDP v2 yet. "
+                f"Drop --{name.replace('_', '-')}."
+            )
+    threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
+    if math.isfinite(threshold):
+        raise NotImplementedError(
+            f"OptimizerConfig.grad_norm_skip_threshold: expected inf, got {threshold}; not supported with "
+            "Megatron-FSDP v2 yet. Drop --grad-norm-skip-threshold."
+        )
+    if config.use_precision_aware_optimizer and not config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        raise NotImplementedError(
+            f"OptimizerConfig.fp8_recipe: expected None or 'delayed' with use_precision_aware_optimizer, got "
+            f"{config.fp8_recipe!r}; not supported with Megatron-FSDP v2 yet. Drop one of the two."
+        )
+
+
+def check_precision_aware(config: OptimizerConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a base optimizer that does not read ``decoupled_grad``, and main weights of another dtype than configured.
+
+    Raises:
+        ValueError: either.
+    """
+    takes = [getattr(optimizer, "use_decoupled_grad", False)]
+    takes += [group.get("use_decoupled_grad", False) for group in optimizer.param_groups]
+    if not any(takes):
+        raise ValueError(
+            "OptimizerConfig.use_precision_aware_optimizer: expected a base optimizer with use_decoupled_grad=True, "
+            f"got {type(optimizer).__name__}, which reads .grad. Use TransformerEngine's FusedAdam, or drop "
+            "--use-precision-aware-optimizer."
+        )
+    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    if others := dtypes - {config.main_params_dtype}:
+        raise ValueError(
+            "OptimizerConfig.main_params_dtype: expected the dtype of the main weights, got "
+            f"{config.main_params_dtype} for weights in {sorted(map(str, others))}. Set "
+            "megatron_fsdp_main_params_dtype of the data-parallel config, which decides it, to the same."
+        )
+
+
+def check_gradient_dtypes(config: OptimizerConfig, dtypes: set[torch.dtype]) -> None:
+    """Refuse gradients of another dtype than a precision-aware optimizer is configured for; alike on all ranks.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if others := dtypes - {config.main_grads_dtype}:
+        raise ValueError(
+            f"OptimizerConfig.main_grads_dtype: expected the dtype of the gradients, got {config.main_grads_dtype} for "
+            f"gradients in {sorted(map(str, others))}. Set megatron_fsdp_main_grads_dtype of the data-parallel config, "
+            "which decides it, to the same."
+        )
+
+
+def base_optimizer(
+    config: OptimizerConfig, param_groups: Sequence[dict[str, Any]], device: torch.device
+) -> torch.optim.Optimizer:
+    """Return the optimizer that megatron-core would use: TransformerEngine's or Apex's if installed, else torch's.
+
+    Raises:
+        ValueError: neither adam nor sgd, or a precision-aware optimizer without one that takes ``decoupled_grad``.
+    """
+    settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if mcore_optimizer.USING_PYTORCH_OPTIMIZER and device.type != "cpu":
+        settings["fused"] = True
+    if config.optimizer not in ("adam", "sgd"):
+        raise ValueError(
+            f"OptimizerConfig.optimizer: expected 'adam' or 'sgd' with Megatron-FSDP v2, got {config.optimizer!r}. "
+            "Use one of the two."
+        )
+    if config.use_precision_aware_optimizer:
+        settings.update(_precision_aware_settings(config))
+    if config.optimizer == "sgd":
+        return mcore_optimizer.SGD(param_groups, momentum=config.sgd_momentum, **settings)
+    settings.update(betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+    if mcore_optimizer.USING_PYTORCH_OPTIMIZER:
+        adam = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+        return adam(param_groups, **settings)
+    return mcore_optimizer.Adam(param_groups, adam_w_mode=config.decoupled_weight_decay, **settings)
+
+
+def _precision_aware_settings(config: OptimizerConfig) -> dict[str, Any]:
+    """Return what TransformerEngine's FusedAdam is told; main weights are the runtime's own, in their own dtype."""
+    is_able = config.optimizer == "adam" and "use_decoupled_grad" in inspect.signature(mcore_optimizer.Adam).parameters
+    if not is_able:
+        kind = (mcore_optimizer.Adam if config.optimizer == "adam" else mcore_optimizer.SGD).__name__
+        raise ValueError(
+            "OptimizerConfig.use_precision_aware_optimizer: expected an Adam with use_decoupled_grad, got "
+            f"{kind}. Install TransformerEngine, or drop --use-precision-aware-optimizer."
+        )
+    return {
+        "use_decoupled_grad": True,
+        "master_weights": False,
+        "exp_avg_dtype": config.exp_avg_dtype,
+        "exp_avg_sq_dtype": config.exp_avg_sq_dtype,
+    }
+
+
+def grad_scaler_of(config: OptimizerConfig) -> MegatronGradScaler | None:
+    """Return the loss scaler: constant with `loss_scale`, else dynamic with fp16, else none."""
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    if not config.fp16:
+        return None
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
