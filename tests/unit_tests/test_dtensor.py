@@ -19,11 +19,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from megatron.core.distributed.fsdp.experimental import (
     FsdpDTensor,
     MixedPrecisionPolicy,
+    Placements,
     fully_shard,
     gather_full,
     grad_norm,
 )
 from tests.unit_tests.launch import DEVICE, run_ranks
+from tests.unit_tests.oracle import assert_same_on_all_ranks
+from tests.unit_tests.trace import CollectiveLog
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 # A row-aligned matrix, one that is cut inside rows, a vector, five dims (PB-050), fewer rows than ranks.
 SHAPES = {"rows": (6, 16), "cut": (5, 3), "vector": (7,), "five_dims": (5, 3, 2, 2, 2), "one_row": (1, 17)}
@@ -257,3 +262,56 @@ def _rank_zero_alone() -> None:
 
 def test_pb082_inspection_is_free_of_collectives() -> None:
     run_ranks(2, _rank_zero_alone)
+
+
+def _read_on_one_rank(strategy: str, dtype: torch.dtype) -> None:
+    """PB-082: nor does it make this rank communicate later, where weights are kept or refreshed from shards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)).to(DEVICE, dtype)
+    fully_shard(model, placements=Placements.from_strategy(strategy))
+    with CollectiveLog() as log:
+        for _ in range(2):
+            loss = model(torch.ones(2, 5, dtype=dtype)).sum()
+            if dist.get_rank() == 0:
+                assert all(bool(parameter.to_local().isfinite().all()) for parameter in model.parameters())
+            loss.backward()
+    assert_same_on_all_ranks(log.entries)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_pb082_a_local_read_on_one_rank_changes_nothing(strategy: str, dtype: torch.dtype) -> None:
+    run_ranks(2, _read_on_one_rank, strategy, dtype)
+
+
+LOCAL_WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "to_local": lambda model, value: model.weight.to_local().fill_(value),
+    "detach": lambda model, value: model.weight.detach().to_local().fill_(value),
+    "state_dict": lambda model, value: model.state_dict()["weight"].to_local().fill_(value),
+    "view": lambda model, value: model.weight.to_local()[:].fill_(value),
+    "said": lambda model, value: (model.weight.to_local().data.fill_(value), model.weight.add_(0)),
+}
+
+
+def _local_write(name: str, strategy: str) -> None:
+    """PB-020: writes through local tensors reach compute weights that only communication refreshes, too."""
+    model = nn.Linear(5, 3, bias=False).bfloat16()
+    fully_shard(model, placements=Placements.from_strategy(strategy))
+    x = torch.ones(2, 5, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for value in (0.25, 0.5):
+            LOCAL_WRITES[name](model, value)
+            for _ in range(2):
+                assert torch.equal(model(x), torch.full((2, 3), 5 * value, dtype=torch.bfloat16))
+        copy_of_weights: Any = model.weight.detach().clone()
+        with CollectiveLog() as log:
+            if dist.get_rank() == 0:
+                copy_of_weights.to_local().zero_()
+            model(x)
+        assert_same_on_all_ranks(log.entries)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", LOCAL_WRITES)
+def test_local_writes_reach_the_next_forward(name: str, strategy: str) -> None:
+    run_ranks(2, _local_write, name, strategy)

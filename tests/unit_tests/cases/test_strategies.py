@@ -398,3 +398,30 @@ def _different_starts(shape: tuple[int, ...]) -> list[str]:
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["4", "2x2"])
 def test_pb060_replicas_that_start_differently_are_noticed(shape: tuple[int, ...]) -> None:
     assert all(run_ranks(4, _different_starts, shape))
+
+
+def _fails_while_packing(name: str, is_last: bool) -> None:
+    """A backward that fails before it has written a sum leaves no memory behind that would be taken for one."""
+    model: Any = _shard(EVERY[name])(_tower())
+    groups = [group for layer in model for group in layer.parameter_groups]
+    fused: Any = groups[-1].unsharded_parameters[-1]
+    for attempt in (True, False):
+        fused.grad_added_to_main_grad = attempt
+        with (
+            microbatch(model.context, is_last),
+            pytest.raises(RuntimeError, match="grad_added") if attempt else nullcontext(),
+        ):
+            model(torch.ones(2, 6)).sum().backward()
+        if attempt:
+            assert not any(buffer.has_storage for group in groups for buffer in group.gradients.at)
+    model.context.finish_gradients()
+    plain = _tower()
+    plain(torch.ones(2, 6)).sum().backward()
+    for parameter, found in zip(plain.parameters(), full_gradients(model).values(), strict=True):
+        torch.testing.assert_close(found, parameter.grad)
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("name", [*ONE_AXIS, "hsdp"])
+def test_a_failed_packing_leaves_no_sum_behind(name: str, is_last: bool) -> None:
+    run_ranks(_world_size(EVERY[name]), _fails_while_packing, name, is_last)

@@ -52,9 +52,11 @@ class FsdpDTensor(DTensor):
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's elements: [rows, *shape[1:]] or 1-D, shared with the flat buffer.
 
-        A write through it reaches the next forward if it happens before that; ask anew for each later write.
+        Any rank may call it alone. A write through it reaches the next forward if it happens before that, on all ranks
+        alike, by an operation that torch counts; ask anew for each later write. After any other (``.data``, a
+        collective, numpy) say so on all ranks: ``parameter.add_(0)`` without gradient.
         """
-        self._geometry.notify_use(writes=True)
+        self._geometry.notify_lent(self._local_tensor)
         return super().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -229,7 +231,7 @@ def _notify(args: Any, kwargs: dict[str, Any], writes_first: bool) -> None:
         tensor._geometry.notify_use(writes=False)
     written = (args[:1] or tuple(kwargs.values())[:1]) if writes_first else ()
     for tensor in _sharded_inputs((written, kwargs.get("out")), {}):
-        tensor._geometry.notify_use(writes=True, is_certain=True)
+        tensor._geometry.notify_use(writes=True)
 
 
 def _check_assignment(func: Any, args: tuple[Any, ...]) -> None:

@@ -22,7 +22,11 @@ class ParameterOwner(Protocol):
     """Who is told what happens to a sharded parameter."""
 
     def mark_main_weight_written(self, is_certain: bool = False) -> None:
-        """The parameter is about to be written, or may be from now on."""
+        """The parameter is about to be written."""
+        ...
+
+    def mark_main_weight_lent(self, local: torch.Tensor) -> None:
+        """The parameter may be written by this rank from now on, through `local`."""
         ...
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
@@ -67,13 +71,20 @@ class ShardGeometry:
         layout = self.layout
         return layout.slots[self.index].offset, layout.shard_numel, layout.num_shards, self.mesh.axes
 
-    def notify_use(self, writes: bool, is_certain: bool = False) -> None:
-        """Tell the owner that the tensor's values are about to be read, or written; or may be written from now on."""
+    def notify_use(self, writes: bool) -> None:
+        """Tell the owner that the tensor's values are about to be read, or written."""
         owner = None if self.owner is None else self.owner()
         if owner is not None:
             owner.ensure_values()
             if writes:
-                owner.mark_main_weight_written(is_certain)
+                owner.mark_main_weight_written(is_certain=True)
+
+    def notify_lent(self, local: torch.Tensor) -> None:
+        """Tell the owner that the tensor's values may be read or written from now on, through `local`."""
+        owner = None if self.owner is None else self.owner()
+        if owner is not None:
+            owner.ensure_values()
+            owner.mark_main_weight_lent(local)
 
     def notify_cleared(self) -> None:
         """Tell the owner that the parameter's gradient has been set to None."""

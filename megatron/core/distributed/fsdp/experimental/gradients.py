@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,7 +122,8 @@ class GroupGradients:
         if is_first:
             held.allocate()
         report_access("hold", writes=(held.name,))
-        self._take(held.pieces, adds=not is_first)
+        with _undone(held, is_first):
+            self._take(held.pieces, adds=not is_first)
 
     def pack(self) -> None:
         """Move the gradients of this backward, and those held back before, into `full`; on the computing stream.
@@ -251,14 +253,15 @@ class GroupGradients:
         is_first = not partly.has_storage
         if is_first:
             partly.allocate()
-        if is_first and partly.dtype == full.dtype:
-            full.redistribute(partly)
-            return
-        sliced = self._sliced()
-        sliced.allocate()
-        full.redistribute(sliced)
-        _accumulate(sliced, partly, is_first)
-        sliced.release()
+        with _undone(partly, is_first):
+            if is_first and partly.dtype == full.dtype:
+                full.redistribute(partly)
+                return
+            sliced = self._sliced()
+            sliced.allocate()
+            full.redistribute(sliced)
+            _accumulate(sliced, partly, is_first)
+            sliced.release()
 
     def _sliced(self) -> DBuffer:
         assert self.at.sliced is not None, "it comes with `partly`"
@@ -334,6 +337,17 @@ class GroupGradients:
             for parameter, own in zip(self._sharded, self._own, strict=True):
                 if parameter.grad is not own and parameter.requires_grad:
                     parameter.grad = own
+
+
+@contextmanager
+def _undone(buffer: DBuffer, is_first: bool) -> Iterator[None]:
+    """Take the storage of a buffer back that an exception has left without contents."""
+    try:
+        yield
+    except BaseException:
+        if is_first:
+            buffer.release()
+        raise
 
 
 def _accumulate(source: DBuffer, target: DBuffer, is_first: bool) -> None:

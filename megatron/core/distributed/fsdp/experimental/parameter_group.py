@@ -25,6 +25,7 @@ from .geometry import ShardGeometry
 from .gradients import GradientBuffers, GroupGradients
 from .group_options import GroupContext, GroupOptions, OwnedParameter
 from .layout import plan_layout
+from .lent import LentTensors
 from .parameter_pair import NoMainGrad, make_pair
 from .placement import Flat
 from .policy import MixedPrecisionPolicy
@@ -54,6 +55,7 @@ class FsdpParameterGroup:
         has_final_gradients: False after a microbatch that was not the last; set by the schedule.
         on_requires_grad: called before a parameter is frozen or unfrozen, and may refuse; a weak method of the unit.
         context: the context of its unit, held weakly; None until the unit has one.
+        lent: local main weights that this rank has given away since its weights were last gathered.
         values_checksum: of initial values that were computed after sharding; 0 if there were none.
         num_steps: how often the main weights have been stepped or written.
         num_freezes: how often a parameter has been frozen or unfrozen.
@@ -69,7 +71,7 @@ class FsdpParameterGroup:
         self.fqns = [owned.fqn for owned in parameters]
         self._places = [owned.places for owned in parameters]
         self._options = options
-        self._is_stale = True
+        self._is_stale, self.lent = True, LentTensors()
         self.has_final_gradients = True
         self.num_steps = self.num_freezes = 0
         self.on_requires_grad: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -303,11 +305,15 @@ class FsdpParameterGroup:
 
     @property
     def is_stale(self) -> bool:
-        """Whether main weights have been written since the compute weights were last made from them."""
-        return self._is_stale
+        """Whether main weights have been written since compute weights were made from them; alike on every rank."""
+        return self._is_stale or self.lent.is_written
+
+    def mark_main_weight_lent(self, local: torch.Tensor) -> None:
+        """Watch a local tensor, through which this rank may write main weights."""
+        self.lent.lend(local, self.main_weight.local)
 
     def mark_main_weight_written(self, is_certain: bool = False) -> None:
-        """Note that main weights have changed, or may have; the next unshard makes the compute weights from them.
+        """Note that main weights have changed; the next unshard makes the compute weights from them.
 
         Args:
             is_certain: whether they change now, so that no earlier forward can have its backward any more.
@@ -317,9 +323,12 @@ class FsdpParameterGroup:
 
     def sync_model_weight(self) -> None:
         """Make the compute weights from the main weights, if these have been written; sent where they lie apart."""
-        if self._is_stale and self.model_weight is not self.main_weight:
+        # A cast is no communication: one rank may do it alone, for writes that torch does not count.
+        is_due = self.is_stale or (self.lent and self.model_weight.placements == self.main_weight.placements)
+        if is_due and self.model_weight is not self.main_weight:
             self.model_weight.refresh_from(self.main_weight)
         self._is_stale = False
+        self.lent.clear()
 
     def unshard(self) -> None:
         """Gather the compute weights into `full_weight`, allocating it unless it is there already."""

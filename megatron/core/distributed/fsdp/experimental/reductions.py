@@ -59,11 +59,11 @@ class ReductionQueue:
         while len(self._reductions) > MAX_REDUCTIONS_IN_FLIGHT or any(r.is_of(groups) for r in self._reductions):
             self._reductions.popleft().release()
         with profile_range(f"fsdp.reduce {name}"):
-            for group in groups if packs else ():
-                group.pack()
-            # The reduction reads what was just packed, and adds to gradients that compute may have cleared.
-            self._stream.wait_event(compute.record_event())
             try:
+                for group in groups if packs else ():
+                    group.pack()
+                # The reduction reads what was just packed, and adds to gradients that compute may have cleared.
+                self._stream.wait_event(compute.record_event())
                 with self._stream:
                     for group in groups:
                         group.reduce(is_last, packs)

@@ -204,7 +204,7 @@ class FsdpContext:
         is_stale = any(group.is_stale for group in unit.parameter_groups)
         if unit.unshard_event is not None and not is_stale:
             return
-        if is_stale:
+        if is_stale or any(group.lent for group in unit.parameter_groups):
             # Compute may still be writing main weights, or reading gathered ones that are about to be refreshed.
             self.allgather_stream.wait_stream(self.current_stream())
         with profile_range(f"fsdp.unshard {unit.name}"), self.allgather_stream:
