@@ -34,6 +34,7 @@ HOST_ONLY = {
     "test_schedule.py": "puts vector clocks in place of host streams; races.py asks the same of real streams",
     "test_mcore_adapter.py": "runs megatron-core on hosts; run.sh trains with it on GPUs",
     "test_mcore_strategies.py": "runs megatron-core on hosts; run.sh trains with it on GPUs",
+    "test_optimizer_strategies.py": "runs megatron-core on hosts; run.sh trains with it on GPUs",
     "test_fully_sharded_optimizer.py": "runs megatron-core on hosts; run.sh trains with it on GPUs",
 }
 

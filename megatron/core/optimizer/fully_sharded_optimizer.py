@@ -9,12 +9,11 @@ buffers: there is nothing to copy between model and optimizer here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.config_logger import has_config_logger_enabled, log_config_to_disk
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
