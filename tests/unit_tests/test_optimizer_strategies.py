@@ -87,6 +87,7 @@ class Chunk(adapter.FullyShardedDataParallel):
         self.ddp_config = ddp_config()
         self.device = torch.device("cpu")
         self.data_parallel_group = dist.group.WORLD
+        self._has_replicas, self._has_whole_gradients = True, False
         units = [*(layer for layer in module.modules() if isinstance(layer, nn.Linear)), module]
         with fully_shard_context(self.device) as context:
             for index, unit in enumerate(units):
@@ -543,12 +544,11 @@ def _stats_groups() -> None:
     layout: Layout = ("optim_grads_params", "optim", (2, 2))
     chunk = _chunk(layout)
     mesh = chunk.module.net.layers[0].weight.device_mesh
-    parameters = list(chunk.parameters())
     intra = ours.parallel_state.get_intra_distributed_optimizer_instance_group()
-    assert ours._grad_stats_group(None, parameters) is intra
+    assert ours._grad_stats_group(None, [chunk]) is intra
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ours.parallel_state, "get_intra_distributed_optimizer_instance_group", lambda: mesh.get_group(1))
-        assert ours._grad_stats_group(None, parameters) is dist.group.WORLD
+        assert ours._grad_stats_group(None, [chunk]) is dist.group.WORLD
         optimizer = get_megatron_optimizer(optimizer_config(), [chunk])
     _backward(chunk, 0)
     gradients = torch.cat([gradient.flatten() for gradient in full_gradients(chunk).values()]).double()
