@@ -230,6 +230,26 @@ def test_strategies_are_ordered_by_memory() -> None:
     assert rests == sorted(rests) and rests[0] < rests[-1]
 
 
+def _held_locals(name: str) -> None:
+    """What somebody holds of a gradient stays as it is when gradients are cleared and computed anew."""
+    model = nn.Linear(4, 4)
+    fully_shard(model, placements=Placements.from_strategy(name))
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    held, expected = [], []
+    for step in range(3):
+        model(torch.full((1, 4), 1.0 + step)).sum().backward()
+        with torch.set_grad_enabled(step == 1):
+            held += [model.weight.grad.to_local(), model.bias.grad.detach().to_local()]
+        expected += [local.clone() for local in held[-2:]]
+        optimizer.zero_grad()
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(held, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_local_gradients_outlive_zero_grad(name: str) -> None:
+    run_ranks(2, _held_locals, name)
+
+
 def _static_gradients() -> None:
     model = nn.Linear(4, 4)
     fully_shard(model, schedule_policy=SchedulePolicy(static_gradients=True))

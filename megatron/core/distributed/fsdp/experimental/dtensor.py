@@ -57,7 +57,9 @@ class FsdpDTensor(DTensor):
         collective, numpy) say so on all ranks: ``parameter.add_(0)`` without gradient.
         """
         self._geometry.notify_lent(self._local_tensor)
-        return super().to_local(grad_placements=grad_placements)
+        local = super().to_local(grad_placements=grad_placements)
+        # A tensor of its own, so that memory of a cleared gradient is not freed under whoever holds it.
+        return local.detach() if local is self._local_tensor else local
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Gather the full tensor; every rank of the mesh must call it.
