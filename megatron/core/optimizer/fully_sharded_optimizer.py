@@ -195,7 +195,6 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
 
         A precision-aware optimizer reads them as they are, from ``decoupled_grad``, where megatron-core looks, too.
         """
-        self._restore_gradients()
         parameters = self.get_parameters()
         if not self._is_precision_aware:
             self._wide_gradients.install(parameters)

@@ -14,7 +14,6 @@ and the number of ranks does not show after rounding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
@@ -59,13 +58,15 @@ def clip_grad_norm_(
     if not max_norm > 0 or not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: expected max_norm > 0 and norm_type > 0, got {max_norm} and {norm_type}.")
     plan = _Plan([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
-    total = _norm(plan, norm_type)
+    plan.require_reduced()
+    found = plan.gradients()
+    total = _norm(plan, found, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"clip_grad_norm_: expected a finite gradient norm, got {float(total)}. Lower the learning rate or the "
             "loss scale, or pass error_if_nonfinite=False to go on."
         )
-    _scale(plan.gradients(), max_norm, total)
+    _scale(found, max_norm, total)
     return total
 
 
@@ -86,7 +87,9 @@ def grad_norm(parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> tor
     Shards are summed over the mesh axes that shard them and over no other ([Note: counted once]). Every mesh among the
     parameters takes part, whether this rank has gradients there or not.
     """
-    return _norm(_Plan(parameters), norm_type)
+    plan = _Plan(parameters)
+    plan.require_reduced()
+    return _norm(plan, plan.gradients(), norm_type)
 
 
 class GradientStatistics:
@@ -112,7 +115,8 @@ class GradientStatistics:
 
     def local_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's parts of the gradients, those without an element left out; shared, not copied."""
-        return self._planned(parameters).gradients()
+        found = self._planned(parameters).gradients()
+        return [gradient for lists in found.values() for gradients in lists for gradient in gradients]
 
     def counted_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the local parts of the gradients that this rank counts; as `local_gradients`.
@@ -123,9 +127,7 @@ class GradientStatistics:
             ValueError: the group lacks ranks that hold shards of a gradient.
             RuntimeError: gradients wait for a reduction.
         """
-        plan = self._planned(parameters)
-        plan.require_reduced()
-        return [gradient for spread in plan.spreads if self._counts(spread) for gradient in plan.gradients(spread)]
+        return [gradient for gradients in self._counted(parameters) for gradient in gradients]
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
         """Return the norm of all gradients, 0-d float64, the same bits on every rank; raises as `counted_gradients`.
@@ -134,22 +136,29 @@ class GradientStatistics:
             parameters: this rank's; those without gradient are skipped.
             norm_type: order of the norm, > 0; may be inf.
         """
-        gradients = self.counted_gradients(parameters)
+        gradients = self._counted(parameters)
         with torch.no_grad():
-            parts = _on_every_rank(_part(gradients, norm_type, self._device), [self.group])
-            return _root(_join(parts, norm_type), norm_type)
+            here = _combine(_norms(gradients, norm_type, self._device), norm_type)
+            return _combine(_on_every_rank(here, [self.group]), norm_type)
 
     def count_zeros(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return how many gradient elements are zero, 0-d float64; raises as `counted_gradients`."""
-        gradients = self.counted_gradients(parameters)
-        numel = sum(gradient.numel() for gradient in gradients)
+        gradients = self._counted(parameters)
+        numel = sum(gradient.numel() for alike in gradients for gradient in alike)
         with torch.no_grad():
-            # The "norm" of order 0 is the number of elements that are not zero: a sum of ones, exact in float64.
-            return _join(_on_every_rank(numel - _part(gradients, 0.0, self._device), [self.group]), 0.0)
+            # Numbers below 2**53 are exact in float64.
+            here = numel - _norms(gradients, 0.0, self._device).sum()
+            return _on_every_rank(here, [self.group]).sum()
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, total_norm: torch.Tensor) -> None:
         """Scale gradients as `clip_grads_with_norm_` does."""
-        _scale(self.local_gradients(parameters), max_norm, total_norm)
+        _scale(self._planned(parameters).gradients(), max_norm, total_norm)
+
+    def _counted(self, parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        plan = self._planned(parameters)
+        plan.require_reduced()
+        # Every way to lie is asked about, so that a group that is too small is refused without gradients, too.
+        return [gradients for spread, lists in plan.gradients().items() if self._counts(spread) for gradients in lists]
 
     def _planned(self, parameters: Sequence[torch.Tensor]) -> _Plan:
         if not self._plan.is_of(parameters):
@@ -204,6 +213,10 @@ class _Spread:
         return along(self.axes), along([axis for axis in range(mesh.ndim) if axis not in self.axes])
 
 
+_Gradients = dict[_Spread, list[list[torch.Tensor]]]
+"""Local gradients that have elements, by how they lie, in lists of one dtype each."""
+
+
 class _Plan:
     """How parameters lie, and where their gradients are to be found.
 
@@ -250,12 +263,14 @@ class _Plan:
                     "rank. Run the last backward with is_last=True and set_requires_gradient_sync(True)."
                 )
 
-    def gradients(self, spread: _Spread | None = None) -> list[torch.Tensor]:
-        """Return the local gradients of all parameters that have elements here, or of those that lie in one way."""
-        kinds = self.spreads.values() if spread is None else [self.spreads[spread]]
+    def gradients(self) -> _Gradients:
+        """Return the local gradients of all parameters that have elements here."""
         with torch._C.DisableTorchFunctionSubclass():
-            found = [gradient for here in kinds for gradient in map(_grad_of, here) if gradient is not None]
-            return [getattr(gradient, "_local_tensor", gradient) for gradient in found]
+            found = {}
+            for spread, here in self.spreads.items():
+                wrapped = [gradient for gradient in map(_grad_of, here) if gradient is not None]
+                found[spread] = _by_dtype([getattr(gradient, "_local_tensor", gradient) for gradient in wrapped])
+            return found
 
 
 def _spread_of(parameter: torch.Tensor, mesh: Any) -> _Spread:
@@ -267,48 +282,41 @@ def _spread_of(parameter: torch.Tensor, mesh: Any) -> _Spread:
     return _Spread(parameter.device_mesh, axes)
 
 
-def _norm(plan: _Plan, norm_type: float) -> torch.Tensor:
-    plan.require_reduced()
+def _norm(plan: _Plan, found: _Gradients, norm_type: float) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         device = plan.parameters[0].device if plan.parameters else torch.device("cpu")
-        parts = [
-            _join(_on_every_rank(_part(plan.gradients(spread), norm_type, device), spread.groups()), norm_type)
-            for spread in plan.spreads
-        ]
-        norm = _root(_join(_stack(parts, device), norm_type), norm_type)
+        norms = []
+        for spread, gradients in found.items():
+            here = _combine(_norms(gradients, norm_type, device), norm_type)
+            norms.append(_combine(_on_every_rank(here, spread.groups()), norm_type))
+        norm = _combine(_stack(norms, device), norm_type)
         return norm if torch.float64 in set(map(_dtype_of, plan.parameters)) else norm.float()
 
 
-def _part(gradients: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return what this rank adds to a norm, 0-d float64: the sum of |g|**norm_type, or the largest |g| for inf."""
+def _norms(gradients: Sequence[list[torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Return norms of parts of some gradients, float64, 1-D or 0-d; of order 0, how many elements are not zero."""
     norms: list[torch.Tensor] = []
-    for group in _by_dtype(gradients):
-        small = [gradient for gradient in group if gradient.numel() < _SMALL_NUMEL]
-        if len(small) > 1:
+    for alike in gradients:
+        small = [gradient for gradient in alike if gradient.numel() < _SMALL_NUMEL]
+        if small:
             joined = torch._C._nn.flatten_dense_tensors(small)
             norms.append(torch.linalg.vector_norm(joined, norm_type, dtype=torch.float64))
-            group = [gradient for gradient in group if gradient.numel() >= _SMALL_NUMEL]
-        if group:
-            norms += torch._foreach_norm(group, norm_type, dtype=torch.float64)
-    every = _stack(norms, device)
-    return _join(every.pow(norm_type) if norm_type not in (0.0, 1.0, math.inf) else every, norm_type)
+        if len(small) < len(alike):
+            large = [gradient for gradient in alike if gradient.numel() >= _SMALL_NUMEL]
+            norms += torch._foreach_norm(large, norm_type, dtype=torch.float64)
+    return _stack(norms, device)
 
 
-def _stack(scalars: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _stack(scalars: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return 0-d float64 tensors as one, 0-d if it is a single one or zero in place of none."""
     if len(scalars) == 1:
         return scalars[0]
-    return torch.stack(list(scalars)) if scalars else torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(scalars) if scalars else torch.zeros((), dtype=torch.float64, device=device)
 
 
-def _join(parts: torch.Tensor, norm_type: float) -> torch.Tensor:
-    if parts.ndim == 0:
-        return parts
-    return parts.max() if math.isinf(norm_type) else parts.sum()
-
-
-def _root(total: torch.Tensor, norm_type: float) -> torch.Tensor:
-    return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+def _combine(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the norm of a whole, given those of its parts."""
+    return norms if norms.ndim == 0 else torch.linalg.vector_norm(norms, norm_type)
 
 
 def _on_every_rank(part: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
@@ -326,16 +334,17 @@ def _on_every_rank(part: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> t
     return part
 
 
-def _scale(gradients: Sequence[torch.Tensor], max_norm: float, total_norm: torch.Tensor) -> None:
+def _scale(found: _Gradients, max_norm: float, total_norm: torch.Tensor) -> None:
     with torch.no_grad():
         scale = (total_norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
-        for group in _by_dtype(gradients):
-            torch._foreach_mul_(group, scale)
+        for lists in found.values():
+            for alike in lists:
+                torch._foreach_mul_(alike, scale)
 
 
-def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _by_dtype(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return lists of one dtype each, which foreach operations take at once."""
     dtypes = dict.fromkeys(map(_dtype_of, tensors))
     if len(dtypes) == 1:
-        return [list(tensors)]
+        return [tensors]
     return [[tensor for tensor in tensors if tensor.dtype is dtype] for dtype in dtypes]
