@@ -9,7 +9,8 @@ One step is: the norm of all gradients, clipping by it, AdamW. It is taken in th
 round: by torch over plain tensors of the shards' sizes (`plain`), by `clip_grad_norm_` and an adapted optimizer
 (`adapted`), and by megatron-core's contract (`FullyShardedOptimizer`). Tensors are small, so that the time is that of
 the host. Between steps, gradients are cleared and come from a backward. The ratio is that of the medians; it is of
-the processor time of this thread, which other processes on the machine do not count in, unless --clock wall.
+the processor time of this thread, which other processes on the machine do not count in, unless --clock wall. Over
+several ranks the sharded ones also all-reduce the norm, which `plain` does not.
 """
 
 from __future__ import annotations
