@@ -182,7 +182,7 @@ def _run_steps(model: Any, program: Program) -> int:
 
 def _num_packed(model: Any) -> int:
     units = [[group.gradients for group in layer.parameter_groups] for layer in model.layers]
-    return sum(any(gradients is not None and gradients.at.full.is_allocated for gradients in unit) for unit in units)
+    return sum(any(gradients is not None and gradients.at.full.has_storage for gradients in unit) for unit in units)
 
 
 def _poison_free_memory(model: Any) -> None:

@@ -92,7 +92,7 @@ class Cost:
         held = self.numel // self._shards("parameter")
         self._count_gathers(counts, refreshed, 1, held, weight_dtype)
         numel, times = self.numel, microbatches
-        early = of["gradient"] or []
+        early = of["gradient"]
         for axis in early:
             counts["reduce_scatter", gradient_dtype, numel, self.shape[axis]] += self.depth * times
             numel //= self.shape[axis]

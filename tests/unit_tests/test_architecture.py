@@ -53,7 +53,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "lent",
         "parameter_pair",
         "placement",
-        "policy",
         "shard_mesh",
     },
     "initial_values": {"dtensor", "parameter_group"},

@@ -45,7 +45,7 @@ def _gather_round_trip() -> None:
     for index, tensor in enumerate(_tensors()):
         shards.distribute(index, tensor)
     full = _buffer(Replicate(), transient=True)
-    assert not full.is_allocated
+    assert not full.has_storage
     pieces = full.pieces
     for _ in range(2):
         full.allocate()
@@ -58,7 +58,7 @@ def _gather_round_trip() -> None:
         for piece, expected in zip(back.pieces, shards.pieces, strict=True):
             assert torch.equal(piece, expected)
         full.release()
-        assert not full.is_allocated and full.local.untyped_storage().nbytes() == 0
+        assert not full.has_storage and full.local.untyped_storage().nbytes() == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -124,7 +124,7 @@ def test_pb002_size_one_group() -> None:
 def _uneven(numels: list[int]) -> None:
     rank = dist.get_rank()
     parts = collectives.all_gather_uneven(
-        torch.full((numels[rank],), float(rank)), numels, dist.group.WORLD, what="parts"
+        torch.full((numels[rank],), float(rank)), numels, [dist.group.WORLD], what="parts"
     )
     assert [part.tolist() for part in parts] == [[float(r)] * n for r, n in enumerate(numels)]
 

@@ -34,6 +34,7 @@ from megatron.core.optimizer import fully_sharded_optimizer as ours
 from megatron.core.optimizer import fully_sharded_optimizer_config as ours_config
 from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.fully_sharded_optimizer_gradients import WideGradients
+from tests.unit_tests.decoupled import DecoupledAdamW
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
 from tests.unit_tests.mcore import (
     adapter,
@@ -349,34 +350,6 @@ def test_pb043_an_overflow_in_one_child_skips_both(layout: Layout) -> None:
 
 
 # --- precision-aware --------------------------------------------------------------------------------------------------
-
-
-class DecoupledAdamW(torch.optim.AdamW):
-    """AdamW that reads and clears `decoupled_grad`, in whatever dtype it has, as TransformerEngine's FusedAdam can."""
-
-    def __init__(self, params: Any, *, use_decoupled_grad: bool = True, **settings: Any) -> None:
-        self.use_decoupled_grad = use_decoupled_grad
-        self.seen: set[torch.dtype] = set()
-        self.settings = {key: settings.pop(key) for key in list(settings) if "dtype" in key or "master" in key}
-        settings.pop("adam_w_mode", None)
-        super().__init__(params, **settings)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for parameter in parameters:
-            assert parameter.grad is None
-            if parameter.decoupled_grad is not None:
-                self.seen.add(parameter.decoupled_grad.dtype)
-                parameter.grad = parameter.decoupled_grad.to(parameter.dtype)
-        super().step()
-        for parameter in parameters:
-            parameter.grad = None
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.decoupled_grad.zero_()
 
 
 def _make_precision_aware(config: Any, **dtypes: torch.dtype) -> Any:

@@ -22,6 +22,7 @@ from megatron.core.distributed.fsdp.experimental import (
     microbatch,
 )
 from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer
+from tests.unit_tests.decoupled import DecoupledAdamW
 from tests.unit_tests.launch import run_ranks
 from tests.unit_tests.mcore import (
     Tower,
@@ -139,31 +140,11 @@ def test_pb025_units_with_policies_of_their_own() -> None:
 # --- PB-040 -----------------------------------------------------------------------------------------------------------
 
 
-class _DecoupledAdamW(torch.optim.AdamW):
-    """AdamW that reads `decoupled_grad`, in whatever dtype it has, as TransformerEngine's FusedAdam can."""
-
-    use_decoupled_grad = True
-    seen: set[torch.dtype]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.seen = set()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for parameter in parameters:
-            assert parameter.grad is None
-            if parameter.decoupled_grad is not None:
-                self.seen.add(parameter.decoupled_grad.dtype)
-                parameter.grad = parameter.decoupled_grad.to(parameter.dtype)
-        super().step()
-        for parameter in parameters:
-            parameter.grad = None
-
-
 def _precision_aware(clip: float) -> None:
     policy = MixedPrecisionPolicy(FP32, main_grads_dtype=BF16)
     models = [shard_layers(build("mlp").bfloat16(), mixed_precision_policy=policy) for _ in range(2)]
     normal = fully_shard_optimizer(torch.optim.AdamW(models[0].parameters(), lr=0.01))
-    aware: Any = fully_shard_optimizer(_DecoupledAdamW(models[1].parameters(), lr=0.01), precision_aware=True)
+    aware: Any = fully_shard_optimizer(DecoupledAdamW(models[1].parameters(), lr=0.01), precision_aware=True)
     for step in range(5):
         norms = []
         for model, optimizer in zip(models, (normal, aware), strict=True):
@@ -194,7 +175,7 @@ def _precision_aware_in_mcore() -> None:
     start()
     chunks = [wrap(build_tower(BF16)) for _ in range(2)]
     bases: list[Any] = [torch.optim.AdamW(chunks[0].parameters(), lr=0.01)]
-    aware = _DecoupledAdamW(chunks[1].parameters(), lr=0.01)
+    aware = DecoupledAdamW(chunks[1].parameters(), lr=0.01)
     bases.append(fully_shard_optimizer(aware, precision_aware=True))
     config = optimizer_config(clip_grad=0.1, log_num_zeros_in_grad=True)
     optimizers = [

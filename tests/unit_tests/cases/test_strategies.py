@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron.core.distributed.fsdp.experimental import (
+    FsdpContext,
     FsdpModule,
     MixedPrecisionPolicy,
     Placements,
@@ -118,7 +120,7 @@ def _replicas_agree(name: str) -> None:
         assert all(torch.equal(other, gradient) for other in everyone), parameter
     reference = _tower()
     for rank in range(4):
-        _accumulating(2)(reference, torch.full((4, 6), 1.0 + rank) / 1)
+        _accumulating(2)(reference, torch.full((4, 6), 1.0 + rank))
     for parameter, gradient in gradients.items():
         torch.testing.assert_close(gradient, reference.get_parameter(parameter).grad / 4, rtol=1e-5, atol=1e-6)
 
@@ -183,9 +185,13 @@ def _sync_patterns(name: str) -> None:
                 with microbatch(model.context, last):
                     model(batch).square().mean().backward()
             sums.append(full_gradients(model))
-    for gradients in sums[1:]:
+    reference, world_size = _tower(), dist.get_world_size()
+    for index, rank in itertools.product(range(3), range(world_size)):
+        (reference(torch.full((2, 6), 0.5 + index + rank)).square().mean() / world_size).backward()
+    for gradients in sums:
         for parameter, gradient in gradients.items():
-            torch.testing.assert_close(gradient, sums[0][parameter], rtol=1e-5, atol=1e-6)
+            expected = reference.get_parameter(parameter).grad
+            torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6, msg=parameter)
 
 
 @pytest.mark.parametrize("name", [*ONE_AXIS, *TWO_AXES])
@@ -425,3 +431,56 @@ def _fails_while_packing(name: str, is_last: bool) -> None:
 @pytest.mark.parametrize("name", [*ONE_AXIS, "hsdp"])
 def test_a_failed_packing_leaves_no_sum_behind(name: str, is_last: bool) -> None:
     run_ranks(_world_size(EVERY[name]), _fails_while_packing, name, is_last)
+
+
+def _nothing_left_to_step_on(name: str) -> None:
+    """An accumulation that was cleared is over: a step finds no gradient, as in torch, and changes nothing."""
+    model = _shard(EVERY[name])(_tower())
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    before = [parameter.full_tensor() for parameter in model.parameters()]
+    with microbatch(model.context, is_last=False):
+        model(torch.full((2, 6), 1.0 + dist.get_rank())).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["no_shard", "optim_grads_params", "hsdp"])
+def test_a_cleared_accumulation_does_not_stop_a_step(name: str) -> None:
+    run_ranks(_world_size(EVERY[name]), _nothing_left_to_step_on, name)
+
+
+def _sparse_gradient() -> None:
+    model = fully_shard(nn.Embedding(8, 4, sparse=True))
+    model(torch.tensor([1 + dist.get_rank()])).sum().backward()
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    for text in run_ranks_expecting(2, RuntimeError, _sparse_gradient):
+        assert "gradient of weight: expected a dense one, got torch.sparse_coo. Build its module without" in text
+
+
+def _reshard_of_replicated_weights() -> None:
+    model = _shard(ONE_AXIS["optim"])(_tower())
+    model.set_reshard_after_forward(True)
+
+
+def test_resharding_replicated_weights_is_refused() -> None:
+    for text in run_ranks_expecting(1, ValueError, _reshard_of_replicated_weights):
+        assert "set_reshard_after_forward: expected units that shard their parameters, got 4 with replicated" in text
+
+
+def _plain_write() -> None:
+    """Whoever writes main weights first waits, once, for gathers that may still read them."""
+    model = fully_shard(nn.Linear(4, 4))
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+        with patch.object(FsdpContext, "await_gathers") as waits:
+            for _ in range(2):
+                model.weight.add_(1)
+                model.bias.add_(1)
+    assert waits.call_count == 1
+
+
+def test_plain_writes_come_after_gathers() -> None:
+    run_ranks(2, _plain_write)

@@ -14,7 +14,13 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megatron.core.distributed.fsdp.experimental import MixedPrecisionPolicy, Placements, SchedulePolicy
+from megatron.core.distributed.fsdp.experimental import (
+    OUTER_STRATEGIES,
+    STRATEGIES,
+    MixedPrecisionPolicy,
+    Placements,
+    SchedulePolicy,
+)
 
 
 @dataclass
@@ -75,10 +81,7 @@ _HONOURED = frozenset(
 )
 
 
-_STRATEGIES = {
-    "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
-    "outer_dp_sharding_strategy": ("no_shard", "optim"),
-}
+_STRATEGIES = {"data_parallel_sharding_strategy": STRATEGIES, "outer_dp_sharding_strategy": OUTER_STRATEGIES}
 _PARALLEL_SIZES = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,

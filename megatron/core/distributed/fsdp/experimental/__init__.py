@@ -15,10 +15,12 @@ from .module import FsdpModule
 from .norms import GradientStatistics, clip_grad_norm_, clip_grads_with_norm_, grad_norm
 from .optimizer import fully_shard_optimizer
 from .placement import Flat
-from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
+from .policy import OUTER_STRATEGIES, STRATEGIES, MixedPrecisionPolicy, Placements, SchedulePolicy
 from .schedule import FsdpContext, microbatch
 
 __all__ = [
+    "OUTER_STRATEGIES",
+    "STRATEGIES",
     "DBuffer",
     "Flat",
     "FsdpContext",

@@ -124,26 +124,28 @@ def all_reduce(tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGr
 
 
 def all_gather_uneven(
-    local: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup, *, what: str
+    local: torch.Tensor, numels: Sequence[int], groups: Sequence[dist.ProcessGroup], *, what: str
 ) -> list[torch.Tensor]:
     """Gather 1-D tensors whose sizes differ between ranks but are known to all.
 
     Args:
-        local: [numels[rank]].
-        numels: size of every rank's tensor, in rank order, the same on all ranks.
-        group: the ranks that take part.
+        local: this rank's tensor.
+        numels: size of every rank's tensor, the same on all ranks; ranks are counted with the last group's as the most
+            significant digit.
+        groups: gathered over one after another; each rank is in all of them.
         what: names the tensors in errors.
 
     Returns:
-        Every rank's tensor, in rank order.
+        Every rank's tensor, in the order of `numels`.
     """
     width = max(numels)
     if width == 0:
         return [local.new_empty(0) for _ in numels]
-    padded = local.new_zeros(width)
-    padded[: local.numel()].copy_(local)
-    gathered = local.new_empty(width * len(numels))
-    all_gather(gathered, padded, group, what=what)
+    gathered = local.new_zeros(width)
+    gathered[: local.numel()].copy_(local)
+    for group in groups:
+        shards, gathered = gathered, local.new_empty(gathered.numel() * group.size())
+        all_gather(gathered, shards, group, what=what)
     rows = gathered.view(len(numels), width)
     return [rows[rank, :numel] for rank, numel in enumerate(numels)]
 
@@ -154,7 +156,7 @@ def all_gather_bytes(data: bytes, device: torch.device, group: dist.ProcessGroup
     sizes = size.new_empty(group.size())
     all_gather(sizes, size, group, what=what)
     local = torch.tensor(list(data), dtype=torch.uint8, device=device)
-    parts = all_gather_uneven(local, sizes.tolist(), group, what=what)
+    parts = all_gather_uneven(local, sizes.tolist(), [group], what=what)
     return [bytes(part.tolist()) for part in parts]
 
 

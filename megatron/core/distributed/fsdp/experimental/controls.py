@@ -27,6 +27,7 @@ class UnitControls:
     """Settings of one unit; a base class of `FsdpModule`."""
 
     _fsdp_context: FsdpContext
+    _fsdp_groups: tuple[Any, ...]
     _fsdp_policy: SchedulePolicy
     _fsdp_reduces: bool
     _fsdp_prefetch: dict[Direction, list[weakref.ref[Unit]]]
@@ -78,9 +79,19 @@ class UnitControls:
         Args:
             reshard_after_forward: True to release them.
             recurse: whether units inside this one follow.
+
+        Raises:
+            ValueError: all of their weights are replicated, so that it would have no effect.
         """
         _check_bool("set_reshard_after_forward", reshard_after_forward)
-        for unit in self._fsdp_units(recurse):
+        units = list(self._fsdp_units(recurse))
+        groups = [group for unit in units for group in unit._fsdp_groups]
+        if groups and not any(group.gathers for group in groups):
+            raise ValueError(
+                f"set_reshard_after_forward: expected units that shard their parameters, got {len(units)} with "
+                "replicated ones; it would have no effect. Leave it out, or shard the parameters."
+            )
+        for unit in units:
             unit._fsdp_policy = replace(unit._fsdp_policy, reshard_after_forward=reshard_after_forward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:

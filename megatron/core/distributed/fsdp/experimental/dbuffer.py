@@ -136,13 +136,8 @@ class DBuffer:
         self._allocator.release(self.local)
 
     @property
-    def is_allocated(self) -> bool:
-        """Whether `local` may be read."""
-        return self.local.numel() == 0 or self.has_storage
-
-    @property
     def has_storage(self) -> bool:
-        """Whether memory is behind `local`; never if this rank holds no element."""
+        """Whether memory is behind `local`, so that it may be read."""
         return self.local.untyped_storage().nbytes() > 0
 
     def copy_from(self, source: DBuffer) -> None:

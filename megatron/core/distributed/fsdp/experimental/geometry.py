@@ -113,13 +113,6 @@ class ShardGeometry:
             The logical shape, same dtype and device, without autograd history.
         """
         numels = [self.layout.owned(self.index, shard).numel for shard in range(self.layout.num_shards)]
-        width = max(numels)
-        if not width:
-            return local.detach().reshape(-1).clone().view(self.shape)
-        gathered = local.new_zeros(width)
-        gathered[: local.numel()].copy_(local.detach().reshape(-1))
-        for axis in reversed(self.mesh.axes):
-            shards, gathered = gathered, local.new_empty(gathered.numel() * self.mesh.device_mesh.size(axis))
-            collectives.all_gather(gathered, shards, self.mesh.group(axis), what=self.fqn)
-        rows = gathered.view(len(numels), width)
-        return torch.cat([row[:numel] for row, numel in zip(rows, numels, strict=True)]).view(self.shape)
+        groups = [self.mesh.group(axis) for axis in reversed(self.mesh.axes)]
+        parts = collectives.all_gather_uneven(local.detach().reshape(-1), numels, groups, what=self.fqn)
+        return torch.cat(parts).view(self.shape)

@@ -113,7 +113,12 @@ class GroupGradients:
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients of earlier backwards wait for a reduction, over all axes or some."""
-        return self.has_held or (self.at.partly is not None and self.at.partly.has_storage)
+        return self.has_held or self.has_partly
+
+    @property
+    def has_partly(self) -> bool:
+        """Whether sums that are reduced over some axes wait for a reduction over the others."""
+        return self.at.partly is not None and self.at.partly.has_storage
 
     def hold(self) -> None:
         """Add the gradients of this backward to `held`, on the stream that computed them."""
@@ -159,7 +164,7 @@ class GroupGradients:
                 write(targets, gradients)
 
     def _require_own_gradients(self) -> None:
-        """Refuse kernels that write gradients elsewhere; asked once, at the first backward."""
+        """Refuse sparse gradients, and kernels that write them elsewhere; asked once, at the first backward."""
         if self._is_checked:
             return
         for own, parameter in zip(self._own, self._unsharded, strict=True):
@@ -168,6 +173,11 @@ class GroupGradients:
                     f"gradient of {own.geometry.fqn}: expected it in .grad, got grad_added_to_main_grad set by a fused "
                     "kernel, whose sum would be lost. Turn gradient_accumulation_fusion off."
                 )
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"gradient of {own.geometry.fqn}: expected a dense one, got {parameter.grad.layout}. Build its "
+                    "module without sparse=True."
+                )
         self._is_checked = True
 
     @property
@@ -175,11 +185,15 @@ class GroupGradients:
         """Whether full parameters have gradients."""
         return any(parameter.grad is not None for parameter in self._unsharded)
 
-    def drop_unreduced(self) -> None:
-        """Forget gradients that wait for a reduction, as zero_grad does."""
-        for buffer in (self.at.held, self.at.partly):
-            if buffer is not None and buffer.has_storage:
-                buffer.release()
+    def drop_held(self) -> None:
+        """Forget this rank's own sum, on the stream that computes."""
+        if self.has_held:
+            self.at.held.release()
+
+    def release_partly(self) -> None:
+        """Forget what is reduced in part, on the stream that reduces."""
+        assert self.at.partly is not None, "asked for only where it has storage"
+        self.at.partly.release()
 
     def drop_unreduced_of(self, index: int) -> None:
         """Forget what waits for a reduction of parameter `index`, as setting its ``.grad`` to None does."""

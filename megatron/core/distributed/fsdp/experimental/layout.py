@@ -109,6 +109,11 @@ class GroupLayout:
         numel = self.shard_numel * num_merged
         return Range(shard * numel, (shard + 1) * numel)
 
+    def tensor_at(self, offset: int) -> int:
+        """Return which tensor holds element `offset` of the buffer; the last one for padding."""
+        slots = enumerate(self.slots)
+        return next((i for i, slot in slots if slot.offset <= offset < slot.range.stop), len(self.slots) - 1)
+
     def owned(self, index: int, shard: int) -> Range:
         """Return the elements of tensor `index`, counted from its own first, that `shard` owns."""
         slot = self.slots[index]

@@ -27,8 +27,7 @@ from .group_options import GroupContext, GroupOptions, OwnedParameter
 from .layout import plan_layout
 from .lent import LentTensors
 from .parameter_pair import NoMainGrad, make_pair
-from .placement import Flat
-from .policy import MixedPrecisionPolicy
+from .placement import Flat, flatten
 from .shard_mesh import ShardMesh
 
 
@@ -77,7 +76,7 @@ class FsdpParameterGroup:
         self.on_requires_grad: weakref.WeakMethod[Callable[[], None]] | None = None
         self.context: weakref.ref[GroupContext] | None = None
         compute_dtype = first.dtype
-        main_dtype = _main_dtype(first, policy)
+        main_dtype = policy.main_dtype(first.dtype, first.requires_grad)
         originals = [owned.parameter for owned in parameters]
         placements = options.placements
         self._mesh = ShardMesh(options.mesh, placements.shard_axes)
@@ -85,13 +84,13 @@ class FsdpParameterGroup:
         self._built_on_meta = frozenset(index for index, tensor in enumerate(originals) if tensor.is_meta)
         self._without_values = set(self._built_on_meta)
         self.values_checksum: torch.Tensor | int = 0
-        self.main_weight = self._buffer("main_weight", _flatten(placements.optimizer), main_dtype)
+        self.main_weight = self._buffer("main_weight", flatten(placements.optimizer), main_dtype)
         for index, original in enumerate(originals):
             if not original.is_meta:
                 self.main_weight.distribute(index, original)
         self.model_weight = self.main_weight
         if main_dtype != compute_dtype or placements.parameter != placements.optimizer:
-            self.model_weight = self._buffer("model_weight", _flatten(placements.parameter), compute_dtype)
+            self.model_weight = self._buffer("model_weight", flatten(placements.parameter), compute_dtype)
         self.full_weight = self.model_weight
         if any(isinstance(at, Shard) for at in placements.parameter):
             everywhere = (Replicate(),) * options.mesh.ndim
@@ -122,7 +121,7 @@ class FsdpParameterGroup:
         main_dtype = options.mixed_precision_policy.main_grads_dtype or self.main_weight.dtype
         comm_dtype = options.mixed_precision_policy.grad_comm_dtype or main_dtype
         pending = (Partial("avg" if options.gradient_reduction == "average" else "sum"),) * options.mesh.ndim
-        final = _flatten(options.placements.optimizer)
+        final = flatten(options.placements.optimizer)
         resting = tuple(
             Flat() if isinstance(at, Shard) else pending[axis] for axis, at in enumerate(options.placements.gradient)
         )
@@ -187,14 +186,7 @@ class FsdpParameterGroup:
 
     def name_at(self, offset: int) -> str:
         """Return the name of the parameter that holds element `offset` of `full_weight`."""
-        return next(
-            (
-                fqn
-                for fqn, slot in zip(self.fqns, self.layout.slots, strict=True)
-                if slot.offset <= offset < slot.range.stop
-            ),
-            self.fqns[-1],
-        )
+        return self.fqns[self.layout.tensor_at(offset)]
 
     @property
     def gathers(self) -> bool:
@@ -206,6 +198,11 @@ class FsdpParameterGroup:
         """Whether gradients of earlier backwards wait for a reduction."""
         return self.gradients is not None and self.gradients.has_unreduced
 
+    @property
+    def has_unfinished_gradients(self) -> bool:
+        """Whether there are gradients of an accumulation whose last microbatch has not come."""
+        return not self.has_final_gradients and self.gradients is not None and not self.gradients.is_cleared
+
     def clear_gradients(self) -> None:
         """Set the gradients of all parameters to None, with what waits for a reduction, and free their memory."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -215,9 +212,13 @@ class FsdpParameterGroup:
         self.release_cleared_gradients()
 
     def drop_unreduced_gradients(self) -> None:
-        """Forget gradients that wait for a reduction."""
-        if self.gradients is not None:
-            self.gradients.drop_unreduced()
+        """Forget gradients that wait for a reduction, as zero_grad does."""
+        gradients = self.gradients
+        if gradients is None:
+            return
+        gradients.drop_held()
+        if (context := self._live_context()) and gradients.has_partly:
+            context.release_gradients(gradients.release_partly)
 
     def clear_gradient(self, index: int) -> None:
         """Follow parameter `index`, whose ``.grad`` has been set to None."""
@@ -227,10 +228,12 @@ class FsdpParameterGroup:
 
     def release_cleared_gradients(self) -> None:
         """Free the memory of gradients if all parameters' are None."""
-        gradients = self.gradients
-        context = None if self.context is None else self.context()
-        if context is not None and gradients is not None and gradients.holds_memory and gradients.is_cleared:
+        gradients, context = self.gradients, self._live_context()
+        if context and gradients and gradients.holds_memory and gradients.is_cleared:
             context.release_gradients(gradients.release_main)
+
+    def _live_context(self) -> GroupContext | None:
+        return None if self.context is None else self.context()
 
     @property
     def has_strays(self) -> bool:
@@ -281,14 +284,12 @@ class FsdpParameterGroup:
 
     def ensure_values(self) -> None:
         """Have initial values computed that are still missing."""
-        context = None if self.context is None or not self._without_values else self.context()
-        if context is not None:
+        if self._without_values and (context := self._live_context()):
             context.initialize_values()
 
     def ensure_names(self) -> None:
         """Have parameters named by their place under the root, also before the first forward."""
-        context = None if self.context is None else self.context()
-        if context is not None and not context.is_finalized:
+        if (context := self._live_context()) and not context.is_finalized:
             context.name_units()
 
     def set_values(self, index: int, tensor: torch.Tensor) -> None:
@@ -316,8 +317,11 @@ class FsdpParameterGroup:
         """Note that main weights have changed; the next unshard makes the compute weights from them.
 
         Args:
-            is_certain: whether they change now, so that no earlier forward can have its backward any more.
+            is_certain: whether they are about to change, so that no earlier forward can have its backward any more, and
+                gathers that still read them come first.
         """
+        if is_certain and not self._is_stale and (context := self._live_context()):
+            context.await_gathers()
         self._is_stale = True
         self.num_steps += is_certain
 
@@ -335,7 +339,7 @@ class FsdpParameterGroup:
         self.sync_model_weight()
         if not self.gathers:
             return
-        if not self.full_weight.is_allocated:
+        if not self.full_weight.has_storage:
             self.full_weight.allocate()
         self.model_weight.redistribute(self.full_weight)
 
@@ -387,14 +391,3 @@ class FsdpParameterGroup:
         self.num_steps += 1
         if self.gradients is not None:
             report_access("step", reads=(self.gradients.at.main.name,), writes=(self.main_weight.name,))
-
-
-def _flatten(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    return tuple(Flat() if isinstance(placement, Shard) else placement for placement in placements)
-
-
-def _main_dtype(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
-    dtype: torch.dtype = parameter.dtype
-    if not parameter.requires_grad or policy.main_params_dtype is None:
-        return dtype
-    return policy.main_params_dtype

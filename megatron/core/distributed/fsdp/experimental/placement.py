@@ -7,9 +7,10 @@ It does not communicate and knows no sizes: `collectives.py` does the first, `la
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 
@@ -28,6 +29,11 @@ class Flat(Placement):
 
     def __repr__(self) -> str:
         return "Flat()"
+
+
+def flatten(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """Return what public placements mean for a group's flat buffer."""
+    return tuple(Flat() if isinstance(placement, Shard) else placement for placement in placements)
 
 
 class Communication(Enum):

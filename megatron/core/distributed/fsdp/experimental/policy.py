@@ -147,6 +147,10 @@ class MixedPrecisionPolicy:
                     f"MixedPrecisionPolicy.{field}: expected a floating-point torch.dtype or None, got {value!r}."
                 )
 
+    def main_dtype(self, compute_dtype: torch.dtype, is_trainable: bool) -> torch.dtype:
+        """Return the dtype of main weights; frozen ones keep their compute dtype."""
+        return self.main_params_dtype if is_trainable and self.main_params_dtype is not None else compute_dtype
+
 
 @dataclass(frozen=True)
 class SchedulePolicy:

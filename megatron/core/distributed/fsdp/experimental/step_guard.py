@@ -38,7 +38,7 @@ def require_finished(optimizer: str, groups: Iterable[FsdpParameterGroup]) -> No
     Raises:
         RuntimeError: gradients wait for a reduction, or belong to an accumulation that has not ended.
     """
-    unfinished = [group for group in groups if group.has_unreduced_gradients or not group.has_final_gradients]
+    unfinished = [group for group in groups if group.has_unreduced_gradients or group.has_unfinished_gradients]
     held = [group.name for group in unfinished if group.has_unreduced_gradients]
     if held:
         raise RuntimeError(
