@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.experimental import (
     FsdpContext,
@@ -28,6 +27,7 @@ from megatron.core.distributed.fsdp.experimental.device import observe
 from tests.fuzz.model import CellModule, Tape, build_roots, unit_modules
 from tests.fuzz.play import MAX_NORM, OPTIMIZERS, SCALE, Player, Record
 from tests.fuzz.program import STRATEGIES, Program, Schedule, Step
+from tests.unit_tests.launch import lasting_mesh
 from tests.unit_tests.oracle import assert_at_rest, assert_same_on_all_ranks
 from tests.unit_tests.trace import Trace
 
@@ -108,12 +108,11 @@ def _shard(program: Program, roots: list[CellModule]) -> FsdpContext:
     return context or unit.context
 
 
-@cache
 def _mesh(num_outer: int | None) -> DeviceMesh:
     world_size = dist.get_world_size()
     if num_outer is None:
-        return init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-    return init_device_mesh("cpu", (num_outer, world_size // num_outer), mesh_dim_names=("outer", "dp"))
+        return lasting_mesh((world_size,), ("dp",))
+    return lasting_mesh((num_outer, world_size // num_outer), ("outer", "dp"))
 
 
 def _placements(program: Program, number: int) -> Placements:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -25,25 +26,29 @@ import tempfile
 import time
 import traceback
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.overrides import TorchFunctionMode
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.optim"])
 _pools: dict[int, _Pool] = {}
+_lasting_groups: dict[str, set[dist.ProcessGroup]] = {}
 
 DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cpu")
 # Convolutions on GPUs round to TF32 by default, in which two runs that should be equal differ.
 torch.backends.cudnn.allow_tf32 = False
 
-DEFAULT_TIMEOUT_S = 120
-GRACE_S = 10
+DEFAULT_TIMEOUT_S = 300
+GRACE_S = 30
 
 
 def run_ranks(
@@ -156,11 +161,42 @@ def _serve(connection: Any, rank: int, world_size: int, folder: str, path: list[
         except EOFError:
             return
         sys.path[:] = path
+        _destroy_subgroups()
         try:
             answer = (True, function(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
+
+
+@cache
+def lasting_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Return a mesh of all ranks that later tasks of this process may use, too; every rank must call it."""
+    with lasting_groups(f"mesh {shape} {names}"):
+        return init_device_mesh(DEVICE, shape, mesh_dim_names=names)
+
+
+@contextmanager
+def lasting_groups(purpose: str) -> Iterator[None]:
+    """Keep the process groups that are made inside for later tasks, instead of earlier ones for this purpose."""
+    earlier = set(_groups())
+    yield
+    _lasting_groups[purpose] = set(_groups()) - earlier
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _destroy_subgroups() -> None:
+    """End the process groups of the last task, which all ranks have finished: each costs threads and open files."""
+    kept = {dist.group.WORLD}.union(*_lasting_groups.values())
+    ended = [group for group in _groups() if group not in kept]
+    for group in ended:
+        dist.destroy_process_group(group)
+    if ended:
+        ended.clear()
+        gc.collect()  # Raised errors keep their frames, and so meshes, in cycles.
 
 
 def _use_gpu(rank: int) -> torch.device:

@@ -28,6 +28,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.fully_sharded_optimizer import FullyShardedOptimizer, get_megatron_optimizer
 from megatron.pretrain import cpu
 from megatron.pretrain.attention import SdpaCoreAttention
+from tests.unit_tests.launch import lasting_groups
 from tests.unit_tests.models import Mlp
 
 # Workers are forked from a server that has imported these once.
@@ -50,7 +51,8 @@ def start(instances: int = 1) -> None:
         if instances == _instances:
             return
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+    with lasting_groups("parallel_state"):
+        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
     _instances = instances
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp.experimental import (
     FsdpModule,
@@ -22,7 +21,7 @@ from megatron.core.distributed.fsdp.experimental import (
     gather_full,
     microbatch,
 )
-from tests.unit_tests.launch import DEVICE
+from tests.unit_tests.launch import DEVICE, lasting_mesh
 from tests.unit_tests.models import build, loss_of, make_batch, shard_layers
 from tests.unit_tests.trace import CollectiveLog
 
@@ -101,7 +100,7 @@ def run_sharded(recipe: Recipe) -> Run:
     """Train on this rank's share with FSDP; check the resting state after every step, and the log of collectives."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build(recipe.model).to(recipe.device, recipe.dtype)
-    mesh = None if recipe.mesh is None else init_device_mesh(recipe.device, recipe.mesh)
+    mesh = None if recipe.mesh is None else lasting_mesh(recipe.mesh)
     with fully_shard_context(recipe.device, **recipe.context) as context:
         shard_layers(model, mesh=mesh, mixed_precision_policy=recipe.policy, **recipe.shard)
     trainable = [p for p in model.parameters() if p.requires_grad]
