@@ -5,7 +5,12 @@
 from setuptools import setup
 
 setup(
-    packages=["megatron.core.distributed.fsdp.experimental", "megatron.pretrain"],
+    packages=[
+        "megatron.core.distributed.fsdp.experimental",
+        "megatron.core.distributed.fsdp.experimental.checkpoint",
+        "megatron.inspector",
+        "megatron.pretrain",
+    ],
     py_modules=[
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_adapter",
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_config",
