@@ -38,9 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shard_mesh": {"placement"},
     "geometry": {"layout", "collectives", "shard_mesh"},
     "dtensor": {"geometry", "layout", "operations", "scalars", "shard_mesh"},
+    "waiting": {"dtensor", "geometry", "operations"},
     "group_options": {"allocator", "policy"},
     "dbuffer": {"placement", "layout", "collectives", "allocator", "device", "shard_mesh"},
-    "gradients": {"dbuffer", "device", "dtensor", "geometry"},
+    "gradients": {"dbuffer", "device", "dtensor", "geometry", "waiting"},
     "parameter_pair": {"dtensor", "geometry"},
     "parameter_group": {
         "checksum",

@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.fsdp.experimental import FsdpModule, fully_shard_optimizer
+from megatron.core.distributed.fsdp.experimental.waiting import WaitingGradient
 from megatron.core.optimizer.fully_sharded_optimizer import get_megatron_optimizer
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
 from tests.unit_tests.mcore import (
@@ -252,7 +253,7 @@ def _is_final(layout: Layout) -> None:
                 with chunk.no_sync():
                     _backward(chunk, index)
                 if layout.early != layout.last:
-                    assert all(parameter.grad is None for parameter in chunk.parameters())
+                    assert all(isinstance(parameter.grad, WaitingGradient) for parameter in chunk.parameters())
             else:
                 _backward(chunk, index)
         if num_inside == MICROBATCHES:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp.experimental import Placements, microbatch, step_guard
+from megatron.core.distributed.fsdp.experimental.waiting import WaitingGradient
 from tests.unit_tests.launch import DEVICE, run_ranks
 from tests.unit_tests.models import build, loss_of, make_batch, shard_layers
 
@@ -49,14 +50,14 @@ def _is_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def _unfinished(strategy: str, outer: str | None, name: str) -> None:
-    """The last microbatch is missing: `.grad` is None, or a part of the sum."""
+    """The last microbatch is missing: `.grad` waits, or is a part of the sum."""
     model = _sharded(strategy, outer)
     optimizer = MAKERS[name](model.parameters())
     other = MAKERS[name]([nn.Parameter(torch.ones(2))])
     before = _weights(model)
     _backward(model, is_last=False)
     if strategy in ("no_shard", "optim"):
-        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(isinstance(parameter.grad, WaitingGradient) for parameter in model.parameters())
     match = r"\.step: expected (reduced gradients|gradients of all microbatches), got .* for groups .*is_last=True"
     for step in (optimizer.step, lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1).optimizer.step()):
         with pytest.raises(RuntimeError, match=match):

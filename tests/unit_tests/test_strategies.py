@@ -38,11 +38,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 BF16 = MixedPrecisionPolicy(torch.float32, main_grads_dtype=torch.float32)
 LAYOUTS: list[tuple[str, str | None, tuple[int, ...]]] = [
     *((strategy, None, (n,)) for strategy in STRATEGIES for n in (1, 2, 3, 4)),
-    *(
-        ("optim_grads_params", outer, shape)
-        for outer in ("no_shard", "optim")
-        for shape in ((2, 2), (2, 1), (1, 2))
-    ),
+    *(("optim_grads_params", outer, shape) for outer in ("no_shard", "optim") for shape in ((2, 2), (2, 1), (1, 2))),
 ]
 VARIANTS = list(itertools.product((1, 3), (True, False), ("sgd", "adam"), (torch.float32, torch.bfloat16)))
 

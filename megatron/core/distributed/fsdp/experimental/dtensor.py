@@ -49,6 +49,11 @@ class FsdpDTensor(DTensor):
         """Which elements each rank owns."""
         return self._geometry
 
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that the unit was given; torch may remember an earlier one of the same ranks, whose groups ended."""
+        return self._geometry.mesh.device_mesh
+
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's elements: [rows, *shape[1:]] or 1-D, shared with the flat buffer.
 
@@ -166,6 +171,8 @@ class FsdpDTensor(DTensor):
             if not is_attribute_of_elements(func):
                 _check_operation(operation, args, kwargs)
             result = func(*args, **kwargs)
+            if result is None and name == "__get__" and attribute_name(func) == "grad":
+                return args[0]._geometry.waiting_gradient()
             if isinstance(result, (DTensor, tuple, list)) and not isinstance(result, FsdpDTensor):
                 _adopt(result, list(_sharded_inputs(args, kwargs)), operation)
         return result

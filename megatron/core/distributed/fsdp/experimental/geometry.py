@@ -41,6 +41,10 @@ class ParameterOwner(Protocol):
         """The gradient of parameter `index` has been set to None."""
         ...
 
+    def waiting_gradient(self, index: int) -> torch.Tensor | None:
+        """Return what stands for the gradient of parameter `index` if it waits for a reduction."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class ShardGeometry:
@@ -91,6 +95,11 @@ class ShardGeometry:
         owner = None if self.owner is None else self.owner()
         if owner is not None:
             owner.clear_gradient(self.index)
+
+    def waiting_gradient(self) -> torch.Tensor | None:
+        """Return what stands for the parameter's gradient if it waits for a reduction."""
+        owner = None if self.owner is None else self.owner()
+        return None if owner is None else owner.waiting_gradient(self.index)
 
     def notify_requires_grad(self, requires_grad: bool) -> None:
         """Tell the owner that the parameter is about to be frozen or unfrozen."""

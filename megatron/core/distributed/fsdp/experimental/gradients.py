@@ -31,6 +31,7 @@ from .dbuffer import DBuffer
 from .device import report_access
 from .dtensor import shard_dtensor
 from .geometry import ShardGeometry
+from .waiting import waiting_gradient
 
 _REFERENCES_OF_OURS = 3
 """What sys.getrefcount says of a gradient that only the group holds: its list, the loop variable, the argument."""
@@ -94,6 +95,7 @@ class GroupGradients:
         self._keeps_memory = keeps_memory
         self._assigned: list[Any] = []
         self._is_checked = False
+        self._cleared: set[int] = set()
         self._own = [
             shard_dtensor(piece, replace(_geometry(parameter), owner=None))
             for piece, parameter in zip(at.main.pieces, sharded_parameters, strict=True)
@@ -149,6 +151,7 @@ class GroupGradients:
 
     def _take(self, pieces: Sequence[torch.Tensor], adds: bool) -> None:
         self._require_own_gradients()
+        self._cleared.clear()
         targets: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         for parameter, piece in zip(self._unsharded, pieces, strict=True):
@@ -195,12 +198,25 @@ class GroupGradients:
         assert self.at.partly is not None, "asked for only where it has storage"
         self.at.partly.release()
 
-    def drop_unreduced_of(self, index: int) -> None:
-        """Forget what waits for a reduction of parameter `index`, as setting its ``.grad`` to None does."""
+    def _waits(self, index: int) -> bool:
+        """Whether a gradient of parameter `index` waits for a reduction, and has not been cleared since."""
+        return self.has_unreduced and index not in self._cleared and self._sharded[index].requires_grad
+
+    def waiting(self, index: int) -> torch.Tensor | None:
+        """Return what stands for the gradient of parameter `index` if it waits for a reduction."""
+        is_waiting = self._waits(index)
+        return waiting_gradient(self.at.main.local, _geometry(self._sharded[index])) if is_waiting else None
+
+    def drop_unreduced_of(self, index: int) -> bool:
+        """Forget what waits for a reduction of parameter `index`; return whether it was the last one that did."""
+        if not self.has_unreduced:
+            return False
+        self._cleared.add(index)
         for buffer in (self.at.held, self.at.partly):
             if buffer is not None and buffer.has_storage:
                 report_access("clear", writes=(buffer.name,))
                 buffer.pieces[index].zero_()
+        return not any(map(self._waits, range(len(self._sharded))))
 
     @property
     def is_cleared(self) -> bool:

@@ -220,10 +220,15 @@ class FsdpParameterGroup:
         if (context := self._live_context()) and gradients.has_partly:
             context.release_gradients(gradients.release_partly)
 
+    def waiting_gradient(self, index: int) -> torch.Tensor | None:
+        """Return what stands for the gradient of parameter `index` if it waits for a reduction."""
+        return None if self.gradients is None else self.gradients.waiting(index)
+
     def clear_gradient(self, index: int) -> None:
         """Follow parameter `index`, whose ``.grad`` has been set to None."""
         if self.gradients is not None:
-            self.gradients.drop_unreduced_of(index)
+            if self.gradients.drop_unreduced_of(index):
+                self.drop_unreduced_gradients()
             self.release_cleared_gradients()
 
     def release_cleared_gradients(self) -> None:
