@@ -894,7 +894,7 @@ def _refusals() -> None:
             tower,
         )
     for name, value, cure in (
-        ("gradient_accumulation_fusion", True, "--no-gradient-accumulation-fusion"),
+        ("defer_embedding_wgrad_compute", True, "no --defer-embedding-wgrad-compute"),
         ("fp8", "hybrid", "no --fp8-format"),
         ("fp4", "e2m1", "no --fp4-format"),
         ("enable_cuda_graph", True, "no --enable-cuda-graph"),

@@ -1079,6 +1079,7 @@ def test_outputs_can_be_saved_and_frozen_units_may_return_anything() -> None:
 
 def _hash_order() -> list[Any]:
     """PB-072: collectives are issued in one order whatever ids and hashes are."""
+    torch.manual_seed(0)
     keep = [object() for _ in range(1000 * dist.get_rank())]
     model = nn.Sequential(*[nn.Linear(3 + index, 4 + index) for index in range(12)])
     for layer in model:

@@ -241,7 +241,7 @@ class _FusedLinear(nn.Linear):
 
 
 def _fused(makes_own: bool) -> str:
-    """Two microbatches; the runtime has no full main gradient to add to, so it must say so, and not lose gradients."""
+    """Two microbatches; there is no full main gradient to add to, so it must say so, and not lose gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(_FusedLinear(6, 5, bias=False), nn.Linear(5, 4))
     model[0].makes_own = makes_own

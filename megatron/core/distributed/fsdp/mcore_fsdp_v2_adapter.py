@@ -41,6 +41,7 @@ from megatron.core.distributed.fsdp.experimental import (
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     DistributedDataParallelConfig,
     check_ddp_config,
+    check_fused_gradients,
     check_model_config,
     mixed_precision_policy,
     schedule_policy,
@@ -103,6 +104,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
             "schedule_policy": schedule_policy(ddp_config),
             "gradient_reduction": "sum" if config.calculate_per_token_loss else "average",
         }
+        check_fused_gradients(config, options["mixed_precision_policy"], module)
         target = _default_device() if device is None else torch.device(device)
         mesh = _data_parallel_mesh(ddp_config.num_distributed_optimizer_instances, pg_collection, target.type)
         _BaseDataParallel.__init__(self, config=config, module=module)

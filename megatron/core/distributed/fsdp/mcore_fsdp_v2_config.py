@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
 from functools import reduce
+from importlib.util import find_spec
 
 import torch
 from megatron.core.distributed.distributed_data_parallel_config import (
@@ -90,7 +91,7 @@ _PARALLEL_SIZES = {
     "expert_tensor_parallel_size": 1,
 }
 _UNSUPPORTED_MODEL_FLAGS = {
-    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "defer_embedding_wgrad_compute": "no --defer-embedding-wgrad-compute",
     "fp8": "no --fp8-format",
     "fp4": "no --fp4-format",
     "enable_cuda_graph": "no --enable-cuda-graph",
@@ -116,6 +117,20 @@ def check_model_config(config: TransformerConfig) -> None:
         if value and value != "none":
             raise NotImplementedError(
                 f"Megatron-FSDP v2 {name}: expected it off, got {value!r}; not supported yet. Use {cure}."
+            )
+
+
+def check_fused_gradients(config: TransformerConfig, policy: MixedPrecisionPolicy, module: nn.Module) -> None:
+    """Refuse gradient-accumulation fusion where megatron-core's product cannot write the dtype that gradients have."""
+    if not getattr(config, "gradient_accumulation_fusion", False) or find_spec("transformer_engine") is not None:
+        return
+    sent = policy.grad_comm_dtype or policy.main_grads_dtype
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.ndim > 1 and sent not in (None, parameter.dtype):
+            raise ValueError(
+                f"gradient_accumulation_fusion: expected gradients sent in {parameter.dtype}, the dtype of {name}, got "
+                f"{sent}, which only TransformerEngine's kernels write. Install TransformerEngine, set "
+                "--megatron-fsdp-grad-comm-dtype, or use --no-gradient-accumulation-fusion."
             )
 
 

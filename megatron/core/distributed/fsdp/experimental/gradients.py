@@ -3,16 +3,6 @@
 """`GroupGradients`: the gradients of one parameter group, from full ``.grad`` to reduced and accumulated shards.
 
 It says what happens to the data. When, and on which stream, is the schedule's.
-
-[Note: levels of a gradient]
-A contribution starts as a full ``Partial`` tensor on every rank and ends in ``.grad``, placed like the optimizer's main
-weights. Placements say where it may rest on the way, until the last microbatch of a step:
-
-    held    full, ``Partial``: this rank's own sum; without gradient sync, or where `gradient` shards no axis
-    partly  reduced over the axes that `gradient` shards, ``Partial`` on the others
-    main    final: what ``.grad`` is
-
-Every contribution passes from one level to the next once, so that each level's sum is added to the next and forgotten.
 """
 
 from __future__ import annotations
@@ -20,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,40 +20,17 @@ from torch.distributed.tensor import DTensor
 from .dbuffer import DBuffer
 from .device import report_access
 from .dtensor import shard_dtensor
+from .fused_gradients import FusedGradients
 from .geometry import ShardGeometry
+from .gradient_buffers import GradientBuffers
 from .waiting import waiting_gradient
 
 _REFERENCES_OF_OURS = 3
 """What sys.getrefcount says of a gradient that only the group holds: its list, the loop variable, the argument."""
 
 
-@dataclass
-class GradientBuffers:
-    """Where one group's gradients lie; all transient.
-
-    Attributes:
-        full: ``Partial``, communication dtype, [global_numel]; this rank's packed gradients while they are reduced.
-        held: ``Partial``, main-gradient dtype, [global_numel].
-        partly: main-gradient dtype; None where gradients are sharded like the main weights, or not at all.
-        sliced: like `partly`, in the communication dtype.
-        reduced: placed like `main`, communication dtype; a reduction on its way to `main`.
-        main: placed like the main weights, main-gradient dtype, [local_numel].
-    """
-
-    full: DBuffer
-    held: DBuffer
-    partly: DBuffer | None
-    sliced: DBuffer | None
-    reduced: DBuffer
-    main: DBuffer
-
-    def __iter__(self) -> Iterator[DBuffer]:
-        """Yield all of them."""
-        return (buffer for buffer in vars(self).values() if buffer is not None)
-
-
 class GroupGradients:
-    """Buffers and life of one group's gradients; see [Note: levels of a gradient].
+    """Buffers and life of one group's gradients; see [Note: levels of a gradient] in gradient_buffers.py.
 
     Args:
         at: the buffers.
@@ -94,6 +61,7 @@ class GroupGradients:
         self._divisor = grad_divisor
         self._keeps_memory = keeps_memory
         self._assigned: list[Any] = []
+        self._fused = FusedGradients(at.full, unsharded_parameters)
         self._is_checked = False
         self._cleared: set[int] = set()
         self._own = [
@@ -131,6 +99,7 @@ class GroupGradients:
         report_access("hold", writes=(held.name,))
         with _undone(held, is_first):
             self._take(held.pieces, adds=not is_first)
+        self._fused.close()
 
     def pack(self) -> None:
         """Move the gradients of this backward, and those held back before, into `full`; on the computing stream.
@@ -140,7 +109,9 @@ class GroupGradients:
         full, held = self.at.full, self.at.held
         if self.has_held:
             self.hold()
-        full.allocate()
+        if not self._fused.is_packing:
+            full.allocate()
+        self._fused.is_packing = False
         if self.has_held:
             report_access("pack", reads=(held.name,), writes=(full.name,))
             full.local.copy_(held.local)
@@ -154,8 +125,11 @@ class GroupGradients:
         self._cleared.clear()
         targets: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
-        for parameter, piece in zip(self._unsharded, pieces, strict=True):
-            if parameter.grad is not None:
+        fused = self._fused.take()
+        for index, (parameter, piece) in enumerate(zip(self._unsharded, pieces, strict=True)):
+            if index in fused:
+                _sum_fused(fused[index], parameter, piece, adds)
+            elif parameter.grad is not None:
                 targets.append(piece)
                 gradients.append(parameter.grad)
                 parameter.grad = None
@@ -173,8 +147,9 @@ class GroupGradients:
         for own, parameter in zip(self._own, self._unsharded, strict=True):
             if getattr(parameter, "grad_added_to_main_grad", False):
                 raise RuntimeError(
-                    f"gradient of {own.geometry.fqn}: expected it in .grad, got grad_added_to_main_grad set by a fused "
-                    "kernel, whose sum would be lost. Turn gradient_accumulation_fusion off."
+                    f"gradient of {own.geometry.fqn}: expected it in .grad, or where get_main_grad() says, got "
+                    "grad_added_to_main_grad set by a fused kernel, whose sum would be lost. Turn "
+                    "gradient_accumulation_fusion off."
                 )
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise RuntimeError(
@@ -186,7 +161,7 @@ class GroupGradients:
     @property
     def has_strays(self) -> bool:
         """Whether full parameters have gradients."""
-        return any(parameter.grad is not None for parameter in self._unsharded)
+        return self._fused.has_places or any(parameter.grad is not None for parameter in self._unsharded)
 
     def drop_held(self) -> None:
         """Forget this rank's own sum, on the stream that computes."""
@@ -247,6 +222,7 @@ class GroupGradients:
         """Forget full gradients of a backward that will not be reduced."""
         for parameter in self._unsharded:
             parameter.grad = None
+        self._fused.close()
 
     def reduce(self, is_last: bool, from_full: bool) -> None:
         """Bring gradients one level on, or to the last one; on the stream that reduces.
@@ -367,6 +343,22 @@ class GroupGradients:
             for parameter, own in zip(self._sharded, self._own, strict=True):
                 if parameter.grad is not own and parameter.requires_grad:
                     parameter.grad = own
+
+
+@torch.no_grad()
+def _sum_fused(written: list[torch.Tensor], parameter: nn.Parameter, piece: torch.Tensor, adds: bool) -> None:
+    """Sum up in `piece` what kernels have written of one gradient, perhaps there already, and what autograd has."""
+    found = [each for each in written if each is not piece]
+    adds = adds or len(found) < len(written)
+    if parameter.grad is not None:
+        found.append(parameter.grad)
+        parameter.grad = None
+    for each in found:
+        if adds:
+            piece.add_(each)
+        else:
+            piece.copy_(each)
+        adds = True
 
 
 @contextmanager

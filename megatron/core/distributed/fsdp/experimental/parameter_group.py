@@ -22,7 +22,8 @@ from .checksum import MULTIPLIER, checksum_of
 from .dbuffer import DBuffer
 from .device import report_access
 from .geometry import ShardGeometry
-from .gradients import GradientBuffers, GroupGradients
+from .gradient_buffers import GradientBuffers
+from .gradients import GroupGradients
 from .group_options import GroupContext, GroupOptions, OwnedParameter
 from .layout import plan_layout
 from .lent import LentTensors

@@ -58,6 +58,6 @@ class NoMainGrad:
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(
-            f"main_grad of {self._fqn}: expected gradients in .grad, got a kernel that adds them to a main gradient. "
-            "Turn gradient_accumulation_fusion off."
+            f"main_grad of {self._fqn}: expected gradients in .grad, or where get_main_grad() says, got a kernel that "
+            "adds them to a main gradient. Turn gradient_accumulation_fusion off."
         )
