@@ -15,7 +15,7 @@ import torch
 
 from .dtensor import FsdpDTensor, shard_dtensor
 from .geometry import ShardGeometry
-from .operations import gives_no_tensor
+from .operations import attribute_name, gives_no_tensor
 
 _ALLOWED = frozenset({"requires_grad_", "detach_"})
 _NO_VALUE = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
@@ -40,7 +40,7 @@ class WaitingGradient(FsdpDTensor):
         """
         raise self._refusal("full_tensor")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"WaitingGradient({self._geometry.fqn}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
@@ -66,7 +66,7 @@ class WaitingGradient(FsdpDTensor):
             if others:
                 torch._foreach_zero_(others)
             return args[0] if name == "zero_" else None
-        asks = name == "__get__" and getattr(func.__self__, "__name__", "") not in _NO_VALUE
+        asks = name == "__get__" and attribute_name(func) not in _NO_VALUE
         if asks or name in _ALLOWED or gives_no_tensor(name.strip("_")):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
