@@ -245,7 +245,7 @@ class Item:
         """Return where a record's bytes begin in the file: after its own header, whose padding only it knows."""
         header = self._bytes(self._offset + info.header_offset, _LOCAL_HEADER.size).numpy().tobytes()
         signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-        begin = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+        begin: int = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
         if signature != b"PK\3\4" or begin + info.compress_size > self._length:
             raise CheckpointError(
                 f"{self._where}: expected record {info.filename} within the archive, got a damaged header. "

@@ -15,6 +15,7 @@ import re
 import threading
 import types
 import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
@@ -229,7 +230,10 @@ def _names(data: BinaryIO) -> set[str]:
     strings: list[str] = []
     for opcode, argument, _ in pickletools.genops(pickled):
         if opcode.name in ("GLOBAL", "INST"):
-            found.add(str(argument).replace(" ", "."))
+            module, _, attribute = str(argument).partition(" ")
+            # Protocol 2 has the names of Python 2.
+            module, attribute = NAME_MAPPING.get((module, attribute), (module, attribute))
+            found.add(f"{IMPORT_MAPPING.get(module, module)}.{attribute}")
         elif opcode.name == "STACK_GLOBAL":
             found.add(".".join(strings[-2:]))
         elif isinstance(argument, str):
