@@ -28,9 +28,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import CheckpointError
-from .manifest import MANIFEST, METADATA, FileRecord, manifest_text, read_manifest, verify_files
+from .manifest import FORMAT, MANIFEST, METADATA, FileRecord, manifest_text, read_manifest, verify_files
 
 __all__ = [
+    "FORMAT",
     "LATEST",
     "MANIFEST",
     "METADATA",
@@ -60,6 +61,7 @@ STEPS = (
     "metadata_synced",
     "manifest_synced",
     "staging_synced",
+    "set_aside",
     "committed",
     "parent_synced",
     "latest_written",
@@ -67,7 +69,10 @@ STEPS = (
     "delete_renamed",
     "deleted",
 )
-"""What `step` is called with, in the order of a save; each says what has just been done."""
+"""What `step` is called with, in the order of a save; each says what has just been done.
+
+An older checkpoint of the same name is set aside only where two folders cannot exchange names in one step.
+"""
 
 on_step: Callable[[str], None] | None = None
 """Called at each step. For tests: it may raise, or end the process."""
@@ -302,6 +307,7 @@ def _replace(staging: Path, final: Path) -> Path:
         return staging
     aside = final.with_name(f"{final.name}.replaced-{secrets.token_hex(4)}")
     final.rename(aside)
+    step("set_aside")
     try:
         staging.rename(final)
     except OSError:

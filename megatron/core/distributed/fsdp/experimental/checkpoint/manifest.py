@@ -19,9 +19,11 @@ from .errors import CheckpointError
 METADATA = ".metadata"
 MANIFEST = "manifest.json"
 
-_BLOCK_BYTES = 4 << 20
-_FORMAT = "mfsdp-checkpoint"
+FORMAT = "mfsdp-checkpoint"
+"""Of checkpoints with a manifest; their `.metadata` says so, too, as `storage_meta.checkpoint_id`."""
+
 _VERSION = 1
+_BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,10 @@ class FileRecord:
 
 
 def manifest_text(records: Mapping[str, FileRecord]) -> str:
-    """Return what `manifest.json` holds for these files; a manifest does not list itself."""
+    """Return what `manifest.json` holds for these files; it does not list itself, but has a checksum of the list."""
     files = {name: {"size": record.size, "crc32": record.crc32} for name, record in sorted(records.items())}
-    return json.dumps({"format": _FORMAT, "version": _VERSION, "files": files}, indent=1) + "\n"
+    checksum = f"{zlib.crc32(json.dumps(files).encode()):08x}"
+    return json.dumps({"format": FORMAT, "version": _VERSION, "files": files, "files_crc32": checksum}, indent=1)
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
@@ -58,14 +61,17 @@ def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
         raise CheckpointError(f"{path}: expected a readable manifest, got {error.strerror}. Mend the file.") from error
     try:
         content = json.loads(text)
-        if content["format"] != _FORMAT:
+        if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}")
         if content["version"] != _VERSION:
             raise ValueError(f"version {content['version']!r}")
-        return {_plain(name): _record(entry) for name, entry in content["files"].items()}
+        records = {_plain(name): _record(entry) for name, entry in content["files"].items()}
+        if manifest_text(records).encode() != text:
+            raise ValueError("other text than was written")
+        return records
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: expected a manifest of format {_FORMAT} version {_VERSION}, got {type(error).__name__}: {error}. "
+            f"{path}: expected a manifest of format {FORMAT} version {_VERSION}, got {type(error).__name__}: {error}. "
             "The file is damaged or of a newer version: load another checkpoint."
         ) from error
 
@@ -76,6 +82,7 @@ def verify_files(
     checksums: bool,
     only: Iterable[str] | None = None,
     least_sizes: Mapping[str, int] | None = None,
+    needs_manifest: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> list[str]:
     """Compare the files of a checkpoint with its manifest.
@@ -85,6 +92,7 @@ def verify_files(
         checksums: read every byte; otherwise sizes only.
         only: names of the files to look at; default all, and that there are no others.
         least_sizes: bytes that each file must have at least, from `.metadata`; what there is without a manifest.
+        needs_manifest: a manifest that is missing is a problem, since `.metadata` says that there was one.
         progress: called with the number of bytes read, for each block.
 
     Returns:
@@ -96,6 +104,8 @@ def verify_files(
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return [str(error)]
+    if manifest is None and needs_manifest:
+        return [f"{folder / MANIFEST}: expected a manifest, got no file"]
     records = manifest or {}
     least = {METADATA: 1, **(least_sizes or {})}
     names = sorted({*records, *least})

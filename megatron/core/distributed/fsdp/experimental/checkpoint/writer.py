@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .errors import CheckpointError
-from .folder import METADATA, FileRecord, step, write_error, write_manifest
+from .folder import FORMAT, METADATA, FileRecord, step, write_error, write_manifest
 
 _NAMED = 5
 """Missing items that an error names."""
@@ -62,8 +62,8 @@ class CheckpointWriter(FileSystemWriter):
             )
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what names this save, without the path of the staging folder."""
-        return StorageMeta(save_id=self.save_id)
+        """Return what names this save: the format in place of the staging folder, which will be gone."""
+        return StorageMeta(checkpoint_id=FORMAT, save_id=self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the folder.
