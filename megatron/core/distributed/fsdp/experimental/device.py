@@ -144,6 +144,17 @@ def current_stream(device: torch.device) -> Stream:
     return stream
 
 
+def finish_stream(stream: Stream) -> None:
+    """Let the host wait until the work issued so far on `stream` has finished; on the host it has."""
+    if isinstance(stream, torch.Stream):
+        stream.synchronize()
+
+
+def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return uninitialised host memory, [num_bytes] uint8, into which `device` can copy while the host goes on."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")
+
+
 def current_device(device_type: str) -> torch.device:
     """Return the device of this process for a mesh of `device_type`."""
     if device_type == "cpu":

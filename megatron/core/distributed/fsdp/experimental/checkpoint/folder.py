@@ -1,0 +1,330 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""The folders of checkpoints: how one becomes committed, is found again and goes; the entry to its manifest.
+
+One process, the standard library only. It does not know what is in the files, and no rank knows here of another.
+
+[Note: the order of a commit]
+A folder under its final name is committed: all of it is on the disk. Whatever interrupts a save leaves such folders as
+they were, because every step depends on those before it being on the disk:
+
+    data files, each fsynced -> .metadata -> manifest.json -> fsync of the staging folder -> rename to the final name
+    -> fsync of the parent -> latest_checkpointed_iteration.txt by a temporary file and rename -> old ones are deleted
+
+Deleting begins with a rename, too, so that half a checkpoint never has a final name. `step` names each of these points;
+tests kill the process there through `on_step`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import CheckpointError
+from .manifest import FORMAT, MANIFEST, METADATA, FileRecord, manifest_text, read_manifest, verify_files
+
+__all__ = [
+    "FORMAT",
+    "LATEST",
+    "MANIFEST",
+    "METADATA",
+    "STEPS",
+    "FileRecord",
+    "clean_interrupted",
+    "commit",
+    "committed_iterations",
+    "iteration_folder",
+    "keep_last",
+    "read_latest",
+    "read_manifest",
+    "remove_checkpoint",
+    "staging_path",
+    "step",
+    "verify_files",
+    "write_error",
+    "write_latest",
+    "write_manifest",
+]
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+STEPS = (
+    "file_opened",
+    "data_synced",
+    "metadata_synced",
+    "manifest_synced",
+    "staging_synced",
+    "set_aside",
+    "committed",
+    "parent_synced",
+    "latest_written",
+    "latest_moved",
+    "delete_renamed",
+    "deleted",
+)
+"""What `step` is called with, in the order of a save; each says what has just been done.
+
+An older checkpoint of the same name is set aside only where two folders cannot exchange names in one step.
+"""
+
+on_step: Callable[[str], None] | None = None
+"""Called at each step. For tests: it may raise, or end the process."""
+
+_TOKEN = re.compile(r"[0-9a-z]+")
+_INTERRUPTED = re.compile(r".+\.(incomplete|deleted)-[0-9a-z]+")
+_SET_ASIDE = re.compile(r"(?P<final>.+)\.replaced-[0-9a-z]+")
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_AT_CURRENT_FOLDER = -100
+_RENAME_EXCHANGE = 2
+
+
+def step(name: str) -> None:
+    """Tell `on_step` what has just been done."""
+    if on_step is not None:
+        on_step(name)
+
+
+def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> CheckpointError:
+    """Return the error of a failed write to `path`, with the bytes that were needed, if known, and those free."""
+    existing = next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("."))
+    needed = "" if needed_bytes is None else f" {needed_bytes} bytes"
+    return CheckpointError(
+        f"{path}: expected to write{needed}, got {error.strerror or error} with {shutil.disk_usage(existing).free} "
+        f"bytes free in {existing}. Free space there, mend its permissions, or save elsewhere."
+    )
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def staging_path(final: Path, token: str) -> Path:
+    """Return where the checkpoint `final` is written before it is committed: beside it.
+
+    Args:
+        final: the name it will have.
+        token: lower-case letters and digits, the same on all ranks and new for each save.
+
+    Raises:
+        ValueError: another token, or a final name that would be taken for an interrupted save.
+    """
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(f"token of a save: expected lower-case letters and digits, got {token!r}. Use token_hex().")
+    if _INTERRUPTED.fullmatch(final.name) or _SET_ASIDE.fullmatch(final.name) or not final.name:
+        raise ValueError(
+            f"name of a checkpoint: expected one that no interrupted save has, got {final.name!r}. Choose another."
+        )
+    return final.with_name(f"{final.name}.incomplete-{token}")
+
+
+def write_manifest(folder: Path, checksums: Mapping[str, FileRecord]) -> None:
+    """Write the manifest of all other files of `folder` and fsync it.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    _write_synced(folder / MANIFEST, manifest_text(checksums))
+    step("manifest_synced")
+
+
+def commit(staging: Path, final: Path) -> None:
+    """Give a written checkpoint its final name, in place of an older one of that name.
+
+    Raises:
+        CheckpointError: it has no manifest, or cannot be renamed.
+    """
+    if not (staging / MANIFEST).is_file():
+        raise CheckpointError(f"commit of {staging}: expected a {MANIFEST}, got none. Finish writing it first.")
+    if final.exists() and not final.is_dir():
+        raise CheckpointError(f"commit of {final}: expected no file of that name, got one. Save under another name.")
+    with _writing(final):
+        _sync_folder(staging)
+        step("staging_synced")
+        replaced = _replace(staging, final) if final.exists() else None
+        if replaced is None:
+            staging.rename(final)
+        step("committed")
+        _sync_folder(final.parent)
+        step("parent_synced")
+    if replaced is not None:
+        remove_checkpoint(replaced)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint, which loses its name first.
+
+    Raises:
+        CheckpointError: it cannot be deleted.
+    """
+    base = path.name.partition(".incomplete-")[0].partition(".replaced-")[0]
+    doomed = path.with_name(f"{base}.deleted-{secrets.token_hex(4)}")
+    with _writing(path):
+        path.rename(doomed)
+        step("delete_renamed")
+        shutil.rmtree(doomed)
+        step("deleted")
+
+
+def clean_interrupted(parent: Path) -> list[Path]:
+    """Remove what interrupted saves and deletions have left in a folder; no save may be going on there.
+
+    A checkpoint that an interrupted save had set aside to take its name gets the name back.
+
+    Returns:
+        What was removed, sorted.
+
+    Raises:
+        CheckpointError: something cannot be removed.
+    """
+    if not parent.is_dir():
+        return []
+    removed = []
+    for path in sorted(parent.iterdir()):
+        aside = _SET_ASIDE.fullmatch(path.name)
+        with _writing(path):
+            if aside and not path.with_name(aside["final"]).exists():
+                path.rename(path.with_name(aside["final"]))
+            elif aside or _INTERRUPTED.fullmatch(path.name):
+                _remove(path)
+                removed.append(path)
+    return removed
+
+
+def iteration_folder(save_dir: Path, iteration: int) -> Path:
+    """Return the folder of an iteration's checkpoint: ``iter_0000020`` for 20, as Megatron names it."""
+    return save_dir / f"iter_{iteration:07d}"
+
+
+def committed_iterations(save_dir: Path) -> list[int]:
+    """Return the iterations whose checkpoints lie in a training folder, ascending."""
+    if not save_dir.is_dir():
+        return []
+    found = [_ITERATION.fullmatch(path.name) for path in save_dir.iterdir() if (path / METADATA).is_file()]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def read_latest(save_dir: Path) -> int | None:
+    """Return the iteration that a training folder names as its latest, or None where there is no such file.
+
+    Raises:
+        CheckpointError: the file does not hold a number.
+    """
+    path = save_dir / LATEST
+    try:
+        text = path.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: expected a readable file, got {error.strerror}. Mend the file.") from error
+    if not re.fullmatch(r"[0-9]+", text):
+        there = ", ".join(map(str, committed_iterations(save_dir))) or "none"
+        raise CheckpointError(
+            f"{path}: expected the number of an iteration, got {text[:40]!r}. Write one of those that have a "
+            f"checkpoint here: {there}; or name a checkpoint's own folder."
+        )
+    return int(text)
+
+
+def write_latest(save_dir: Path, iteration: int) -> None:
+    """Let a training folder name `iteration` as its latest; whatever happens, it names that or what it named before.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    path = save_dir / LATEST
+    temporary = path.with_name(f"{LATEST}.incomplete-0")
+    _write_synced(temporary, str(iteration))
+    step("latest_written")
+    with _writing(path):
+        temporary.replace(path)
+        _sync_folder(save_dir)
+    step("latest_moved")
+
+
+def keep_last(save_dir: Path, n: int) -> list[Path]:
+    """Delete all but the last `n` checkpoints of a training folder up to its latest.
+
+    Left alone are the latest itself, those of later iterations, which another run has made, and those without a
+    manifest, which another program has written.
+
+    Returns:
+        What was deleted, oldest first.
+
+    Raises:
+        ValueError: `n` is less than 1.
+        CheckpointError: one cannot be deleted.
+    """
+    if n < 1:
+        raise ValueError(f"keep_last: expected to keep at least 1 checkpoint, got {n}.")
+    latest = read_latest(save_dir)
+    ours = [i for i in committed_iterations(save_dir) if (iteration_folder(save_dir, i) / MANIFEST).is_file()]
+    counted = [iteration for iteration in ours if latest is None or iteration <= latest]
+    doomed = [iteration_folder(save_dir, iteration) for iteration in counted[:-n] if iteration != latest]
+    for path in doomed:
+        remove_checkpoint(path)
+    return doomed
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with _writing(path), path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # Some network file systems have no fsync of folders: they write them at once.
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _replace(staging: Path, final: Path) -> Path:
+    """Let `staging` take the name of a committed `final`; return where the older one lies now."""
+    if _exchange(staging, final):
+        return staging
+    aside = final.with_name(f"{final.name}.replaced-{secrets.token_hex(4)}")
+    final.rename(aside)
+    step("set_aside")
+    try:
+        staging.rename(final)
+    except OSError:
+        aside.rename(final)
+        raise
+    return aside
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders exchange names in one step; return whether the system and its file system can."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    if renameat2(_AT_CURRENT_FOLDER, names[0], _AT_CURRENT_FOLDER, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(error, os.strerror(error), str(one), None, str(other))
