@@ -5,6 +5,7 @@
 Outside code imports from here only. `docs/design.md` says where each part lives.
 """
 
+from .checkpoint import CheckpointError, CheckpointSaver, LoadReport, load_checkpoint, save_checkpoint
 from .checks import check_shardable
 from .dbuffer import DBuffer
 from .dtensor import FsdpDTensor, gather_full, shard_dtensor
@@ -21,12 +22,15 @@ from .schedule import FsdpContext, microbatch
 __all__ = [
     "OUTER_STRATEGIES",
     "STRATEGIES",
+    "CheckpointError",
+    "CheckpointSaver",
     "DBuffer",
     "Flat",
     "FsdpContext",
     "FsdpDTensor",
     "FsdpModule",
     "GradientStatistics",
+    "LoadReport",
     "MixedPrecisionPolicy",
     "Placements",
     "SchedulePolicy",
@@ -39,7 +43,9 @@ __all__ = [
     "fully_shard_optimizer",
     "gather_full",
     "grad_norm",
+    "load_checkpoint",
     "microbatch",
     "register_fsdp_forward_method",
+    "save_checkpoint",
     "shard_dtensor",
 ]

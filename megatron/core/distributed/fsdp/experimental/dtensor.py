@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from .chunks import chunk_list, elements_at, write_items
 from .geometry import ShardGeometry
 from .layout import GroupLayout, TensorSlot
 from .operations import (
@@ -110,19 +111,21 @@ class FsdpDTensor(DTensor):
         )
 
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
-        """Refuse torch.distributed.checkpoint, which would write these rows under other rows' offsets.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(
-            f"torch.distributed.checkpoint of the sharded tensor {fqn}: expected a full tensor; sharded checkpoints "
-            "are not supported yet. Save full_tensor(), or torch.save a state_dict() on every rank."
-        )
+        """Tell torch.distributed.checkpoint what this rank writes of the tensor."""
+        self._geometry.notify_use(writes=False)
+        return write_items(fqn, self._local_tensor, self._geometry)
 
     def __create_chunk_list__(self) -> Any:
-        """Refuse torch.distributed.checkpoint, as `__create_write_items__`."""
-        return self.__create_write_items__(self._geometry.fqn, self)
+        """Tell torch.distributed.checkpoint what this rank holds of the tensor, and is about to read into it.
+
+        A parameter counts as written from here on, on every rank alike: which of them get elements is no matter.
+        """
+        self._geometry.notify_use(writes=True)
+        return chunk_list(self._geometry)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """Give torch.distributed.checkpoint the elements of one of these boxes, to read or to write."""
+        return elements_at(self._local_tensor, self._geometry, index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FsdpDTensor:
         """Copy a derived tensor; refuse to copy a parameter, whose buffers belong to its unit.

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import Replicate
 
 from . import collectives
-from .layout import GroupLayout
+from .layout import GroupLayout, Range
+from .placement import Flat
 from .shard_mesh import ShardMesh
 
 
@@ -111,6 +113,12 @@ class ShardGeometry:
     def shape(self) -> torch.Size:
         """Logical shape."""
         return torch.Size(self.layout.slots[self.index].shape)
+
+    @property
+    def owned(self) -> Range:
+        """The elements of the tensor, counted from its own first, that lie on this rank."""
+        flat = [Flat() if axis in self.mesh.axes else Replicate() for axis in range(self.mesh.ndim)]
+        return self.layout.owned(self.index, self.mesh.position(flat)[0])
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor; every rank of the mesh must call it.
