@@ -211,10 +211,11 @@ def run_lives(kills: int, seed: int, ranks: int, work_dir: Path) -> list[Outcome
         check(life, outcome, outcomes[-1] if outcomes else None)
         outcomes.append(outcome)
         victims = "-" if kill is None else ",".join(map(str, kill.victims))
+        result = " ".join("; ".join(outcome.problems).split()) or "ok"
         saves = len(set(outcome.reported("saved")))
         print(
             f"{number:>4}  {kill or 'not killed'!s:<28} {victims:<6} {outcome.during:<16} {saves:>5} "
-            f"{outcome.latest:>6} {leftovers(life.save_dir):>4}  {'; '.join(outcome.problems) or 'ok'}",
+            f"{outcome.latest:>6} {leftovers(life.save_dir):>4}  {result}",
             flush=True,
         )
     return outcomes
