@@ -152,8 +152,8 @@ def check_replaceable(final: Path) -> None:
     strange = _strange_entry(final) if final.exists() else None
     if strange is not None:
         raise CheckpointError(
-            f"{final}: expected no folder of that name, or one with a checkpoint only, which the new one would replace, "
-            f"got {strange} in it. Save under another name."
+            f"{final}: expected no folder of that name, or a checkpoint's, which the new one would replace, got "
+            f"{strange} in it. Save under another name."
         )
 
 
