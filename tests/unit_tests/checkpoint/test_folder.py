@@ -83,18 +83,34 @@ def test_names_of_interrupted_saves_are_refused(name: str) -> None:
         folder.staging_path(Path(name), "a")
 
 
-def test_commit_needs_a_manifest_and_a_free_name(tmp_path: Path) -> None:
+def test_commit_needs_a_manifest_and_a_parent(tmp_path: Path) -> None:
     staging = folder.staging_path(tmp_path / "c", "a")
     staging.mkdir()
     with pytest.raises(CheckpointError, match=r"expected a manifest.json, got none"):
         folder.commit(staging, tmp_path / "c")
     staging.rmdir()
     _write(staging)
-    (tmp_path / "c").write_text("a file")
-    with pytest.raises(CheckpointError, match="expected no file of that name"):
-        folder.commit(staging, tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"expected to write, got No such file .* bytes free in"):
         folder.commit(staging, tmp_path / "absent" / "c")
+
+
+def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
+    staging = _write(folder.staging_path(tmp_path / "c", "a"))
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "link").symlink_to(staging)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".metadata").touch()
+    (tmp_path / "home" / "thesis.txt").write_text("years of work")
+    (tmp_path / "nested" / "a.distcp").mkdir(parents=True)
+    for name in ("file", "link"):
+        with pytest.raises(CheckpointError, match="expected no file or link of that name"):
+            folder.commit(staging, tmp_path / name)
+    for name, strange in {"home": "thesis.txt", "nested": "a.distcp"}.items():
+        with pytest.raises(CheckpointError, match=f"got {strange} in it. Save under another name"):
+            folder.commit(staging, tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    folder.commit(staging, tmp_path / "empty")
+    assert _names(tmp_path) == ["empty", "file", "home", "link", "nested"]
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
@@ -162,26 +178,29 @@ def test_errors_of_an_exchange_are_told_from_file_systems_that_have_none(
 def test_cleaning_leaves_everything_but_leftovers(tmp_path: Path) -> None:
     _committed(tmp_path, 10)
     folder.write_latest(tmp_path, 10)
-    for name in ("my.incomplete-Run", "incomplete-1", "iter_0000030", "notes"):
+    for name in ("my.incomplete-Run", "incomplete-1", "iter_0000030", "notes", "data.incomplete-1", "d.replaced-1"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "something").touch()
+    (tmp_path / "file.deleted-1").touch()
+    (tmp_path / "c.incomplete-1").symlink_to(tmp_path / "iter_0000010")
     leftovers = ["iter_0000020.incomplete-ab", "iter_0000005.deleted-01"]
     for name in leftovers:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"part")
     (tmp_path / f"{folder.LATEST}.incomplete-0").write_text("2")
-    kept = ["incomplete-1", "iter_0000010", "iter_0000030", folder.LATEST, "my.incomplete-Run", "notes"]
+    kept = ["iter_0000010", "iter_0000030", folder.LATEST, "notes"]
+    kept += [
+        "my.incomplete-Run",
+        "incomplete-1",
+        "data.incomplete-1",
+        "d.replaced-1",
+        "file.deleted-1",
+        "c.incomplete-1",
+    ]
     removed = [path.name for path in folder.clean_interrupted(tmp_path)]
     assert removed == sorted([*leftovers, f"{folder.LATEST}.incomplete-0"])
-    assert _names(tmp_path) == kept and folder.clean_interrupted(tmp_path) == []
+    assert _names(tmp_path) == sorted(kept) and folder.clean_interrupted(tmp_path) == []
     assert folder.clean_interrupted(tmp_path / "absent") == []
-
-
-def test_cleaning_removes_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
-    target = tmp_path / "elsewhere"
-    target.mkdir()
-    (tmp_path / "c.incomplete-1").symlink_to(target)
-    folder.clean_interrupted(tmp_path)
-    assert _names(tmp_path) == ["elsewhere"]
 
 
 def test_a_deleted_checkpoint_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,7 @@ def _stage_plain_dtensor() -> None:
     staged = HostStaging().stage({"t": tensor})["t"]
     assert type(staged) is DTensor and staged.device_mesh is mesh and staged.placements == tensor.placements
     assert torch.equal(staged._local_tensor, tensor._local_tensor.cpu())
+    assert staged._local_tensor.is_pinned() == (DEVICE == "cuda")
     assert staged._local_tensor.data_ptr() != tensor._local_tensor.data_ptr()
 
 

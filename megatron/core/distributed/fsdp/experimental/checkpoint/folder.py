@@ -37,6 +37,7 @@ __all__ = [
     "METADATA",
     "STEPS",
     "FileRecord",
+    "check_replaceable",
     "clean_interrupted",
     "commit",
     "committed_iterations",
@@ -77,9 +78,11 @@ An older checkpoint of the same name is set aside only where two folders cannot 
 on_step: Callable[[str], None] | None = None
 """Called at each step. For tests: it may raise, or end the process."""
 
+_NEXT_LATEST = f"{LATEST}.incomplete-0"
 _TOKEN = re.compile(r"[0-9a-z]+")
 _INTERRUPTED = re.compile(r".+\.(incomplete|deleted)-[0-9a-z]+")
 _SET_ASIDE = re.compile(r"(?P<final>.+)\.replaced-[0-9a-z]+")
+_OF_A_CHECKPOINT = re.compile(r".*\.distcp|(__\d+)?\.metadata(\.tmp)?|manifest\.json|metadata\.json|common\.pt")
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _AT_CURRENT_FOLDER = -100
 _RENAME_EXCHANGE = 2
@@ -138,16 +141,31 @@ def write_manifest(folder: Path, checksums: Mapping[str, FileRecord]) -> None:
     step("manifest_synced")
 
 
+def check_replaceable(final: Path) -> None:
+    """Check that a checkpoint may get the name `final`: what has it now, if anything, is a checkpoint and would go.
+
+    Raises:
+        CheckpointError: it is a file, a link, or a folder with other things in it.
+    """
+    if final.is_symlink() or (final.exists() and not final.is_dir()):
+        raise CheckpointError(f"{final}: expected no file or link of that name, got one. Save under another name.")
+    strange = _strange_entry(final) if final.exists() else None
+    if strange is not None:
+        raise CheckpointError(
+            f"{final}: expected no folder of that name, or a checkpoint's, which the new one would replace, got "
+            f"{strange} in it. Save under another name."
+        )
+
+
 def commit(staging: Path, final: Path) -> None:
     """Give a written checkpoint its final name, in place of an older one of that name.
 
     Raises:
-        CheckpointError: it has no manifest, or cannot be renamed.
+        CheckpointError: it has no manifest, what has its name is not a checkpoint only, or it cannot be renamed.
     """
     if not (staging / MANIFEST).is_file():
         raise CheckpointError(f"commit of {staging}: expected a {MANIFEST}, got none. Finish writing it first.")
-    if final.exists() and not final.is_dir():
-        raise CheckpointError(f"commit of {final}: expected no file of that name, got one. Save under another name.")
+    check_replaceable(final)
     with _writing(final):
         _sync_folder(staging)
         step("staging_synced")
@@ -179,7 +197,8 @@ def remove_checkpoint(path: Path) -> None:
 def clean_interrupted(parent: Path) -> list[Path]:
     """Remove what interrupted saves and deletions have left in a folder; no save may be going on there.
 
-    A checkpoint that an interrupted save had set aside to take its name gets the name back.
+    A checkpoint that an interrupted save had set aside to take its name gets the name back. Folders with anything else
+    than files of a checkpoint stay, whatever they are called.
 
     Returns:
         What was removed, sorted.
@@ -193,10 +212,15 @@ def clean_interrupted(parent: Path) -> list[Path]:
     for path in sorted(parent.iterdir()):
         aside = _SET_ASIDE.fullmatch(path.name)
         with _writing(path):
-            if aside and not path.with_name(aside["final"]).exists():
+            if path.name == _NEXT_LATEST:
+                path.unlink()
+                removed.append(path)
+            elif not (aside or _INTERRUPTED.fullmatch(path.name)) or not _is_ours(path):
+                continue
+            elif aside and not path.with_name(aside["final"]).exists():
                 path.rename(path.with_name(aside["final"]))
-            elif aside or _INTERRUPTED.fullmatch(path.name):
-                _remove(path)
+            else:
+                shutil.rmtree(path)
                 removed.append(path)
     return removed
 
@@ -243,7 +267,7 @@ def write_latest(save_dir: Path, iteration: int) -> None:
         CheckpointError: it cannot be written.
     """
     path = save_dir / LATEST
-    temporary = path.with_name(f"{LATEST}.incomplete-0")
+    temporary = save_dir / _NEXT_LATEST
     _write_synced(temporary, str(iteration))
     step("latest_written")
     with _writing(path):
@@ -294,11 +318,14 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def _is_ours(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and _strange_entry(path) is None
+
+
+def _strange_entry(folder: Path) -> str | None:
+    """Return the name of something in a folder that is no file of a checkpoint, or None."""
+    entries = sorted(folder.iterdir())
+    return next((e.name for e in entries if not _OF_A_CHECKPOINT.fullmatch(e.name) or not e.is_file()), None)
 
 
 def _replace(staging: Path, final: Path) -> Path:

@@ -114,7 +114,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _allocate(sources: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return a host buffer for each tensor."""
-    buffers: list[torch.Tensor] = [torch.empty(0)] * len(sources)
+    buffers: dict[int, torch.Tensor] = {}
     blocks: list[tuple[torch.Tensor, torch.device]] = []
     used: list[int] = []
     for index in sorted(range(len(sources)), key=lambda index: -sources[index].nbytes):
@@ -132,7 +132,7 @@ def _allocate(sources: list[torch.Tensor]) -> list[torch.Tensor]:
             used.append(0)
         start, used[number] = used[number], used[number] + room
         buffers[index] = blocks[number][0][start : start + source.nbytes].view(source.dtype).view(source.shape)
-    return buffers
+    return [buffers[index] for index in range(len(sources))]
 
 
 def _wrap(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
