@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +46,23 @@ def _save(folder: str) -> list[list[float]]:
 
 
 def _load(folder: str, losses: dict[int, list[list[float]]]) -> None:
+    """Load every checkpoint under each cut, one after another into the same models."""
     m = dist.get_world_size()
+    fresh = {
+        (number, kind): make(replace(cut, seed=7, units=("layers", "one", "conv")[number % 3]), kind)
+        for number, cut in enumerate(CUTS[m])
+        for kind in KINDS
+    }
     for n in CUTS:
         for saved in range(len(CUTS[n])):
-            path = Path(folder, f"{n}-{saved}")
+            path, kind = Path(folder, f"{n}-{saved}"), _kind(n, saved)
             expected = torch.load(f"{path}.pt")
             for number, cut in enumerate(CUTS[m]):
-                units = ("layers", "one", "conv")[(n + saved + number) % 3]
                 is_same = (n, saved) == (m, number)
-                cut = cut if is_same else Cut(cut.strategy, cut.outer, units, seed=7)
-                model, optimizer = make(cut, _kind(n, saved))
+                model, optimizer = make(cut, kind) if is_same else fresh[number, kind]
                 report = load_checkpoint(model, optimizer, path)
                 assert (report.extra, report.missing, report.unexpected, report.cast) == ({"cut": saved}, [], [], [])
-                assert_same(everything(model, optimizer), expected, cut)
+                assert_same(model, optimizer, expected, (n, saved, cut))
                 if is_same:
                     assert train(model, optimizer, CONTINUED) == losses[n][saved]
 

@@ -18,7 +18,6 @@ from megatron.core.distributed.fsdp.experimental import (
     fully_shard,
     fully_shard_context,
     fully_shard_optimizer,
-    gather_full,
 )
 from tests.unit_tests.launch import lasting_mesh
 
@@ -102,31 +101,39 @@ def train(model: Any, optimizer: Any, steps: range) -> list[float]:
     return losses
 
 
-def everything(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Return full weights, buffers and states by name, and the optimizer's settings; every rank must call it."""
-    found: dict[str, Any] = {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+def tensors_by_name(model: Any, optimizer: Any) -> dict[str, tuple[Any, torch.Tensor]]:
+    """Return weights, buffers and states by name, each with the parameter that it is cut like, if with any."""
+    found = {name: (parameter, parameter.to_local()) for name, parameter in model.named_parameters()}
+    found |= {name: (None, buffer) for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
-        found[name] = parameter.full_tensor()
-    for name, buffer in model.named_buffers():
-        found[name] = buffer.clone()
-    state = optimizer.state_dict()["state"]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
-        for key, value in state.get(index, {}).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                whole = gather_full(value, parameter) if value.shape == parameter.shape else value.clone()
-                found[f"{names[id(parameter)]}:{key}"] = whole
-    for number, group in enumerate(optimizer.param_groups):
-        found[f"group {number}"] = {key: value for key, value in group.items() if key != "params"}
+                found[f"{name}:{key}"] = (parameter if value.ndim else None, value)
     return found
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], cut: Cut | None = None) -> None:
-    """Require the same bits."""
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    for key, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(found[key], value), f"{key} in {cut}: {found[key]} and {value}"
-        else:
-            assert found[key] == value, f"{key} in {cut}: {found[key]} and {value}"
+def settings(optimizer: Any) -> list[dict[str, Any]]:
+    """Return what each group has besides parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def everything(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return full weights, buffers and states by name, and the optimizer's settings; every rank must call it."""
+    found: dict[str, Any] = {
+        name: local.clone() if parameter is None else parameter.geometry.gather(local)
+        for name, (parameter, local) in tensors_by_name(model, optimizer).items()
+    }
+    return {**found, "settings": settings(optimizer)}
+
+
+def assert_same(model: Any, optimizer: Any, expected: dict[str, Any], what: Any = None) -> None:
+    """Require the bits of what `everything` returned; each rank looks at its own elements."""
+    found = tensors_by_name(model, optimizer)
+    assert found.keys() | {"settings"} == expected.keys(), found.keys() ^ expected.keys()
+    for name, (parameter, local) in found.items():
+        wanted = expected[name]
+        if parameter is not None:
+            owned = parameter.geometry.owned
+            wanted = wanted.reshape(-1)[owned.start : owned.stop]
+        assert torch.equal(local.reshape(-1), wanted.reshape(-1)), f"{name} in {what}: {local} and {wanted}"
+    assert settings(optimizer) == expected["settings"]

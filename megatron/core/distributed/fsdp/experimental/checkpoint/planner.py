@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
@@ -21,7 +21,7 @@ from .reader import chunk_box
 
 
 class CompleteSavePlanner(DefaultSavePlanner):
-    """Refuses a save in which some elements of a tensor are written by no rank; DCP checks that of several ranks only."""
+    """Refuses a save in which no rank writes some elements of a tensor; DCP checks that of several ranks only."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Merge the ranks' plans.
@@ -80,6 +80,4 @@ def _local_chunks(tensor: Any) -> list[Any]:
             f"tensor of shape {tuple(tensor.shape)}: expected one of a sharded model, got a {type(tensor).__name__}, "
             "whose cut torch may have lost. Pass what state_dict() returns."
         )
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
     return [ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.size())]

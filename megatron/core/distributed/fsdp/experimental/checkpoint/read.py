@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a checkpoint into tensors, after its files and keys have been checked on all ranks; no tensor is touched before.
+"""Reads a checkpoint into tensors, once its files and keys have been checked on all ranks.
 
 It knows no model: which key belongs to which tensor is said by the caller.
 """
@@ -82,7 +82,7 @@ class OpenCheckpoint:
         """
         found: dict[str, Any] = {}
         with self.ranks.together(f"load of {self.path}"):
-            found = {key: load_entry(self.path, self.metadata, key) for key in keys}
+            found.update((key, load_entry(self.path, self.metadata, key)) for key in keys)
         return found
 
     def check(

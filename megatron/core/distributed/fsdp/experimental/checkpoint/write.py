@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from .errors import CheckpointError
-from .folder import clean_interrupted, commit, remove_checkpoint, staging_path
+from .folder import check_replaceable, clean_interrupted, commit, remove_checkpoint, staging_path
 from .planner import CompleteSavePlanner
 from .ranks import Ranks
 from .writer import CheckpointWriter
@@ -64,6 +64,7 @@ def write_checkpoint(
 
 
 def _prepare(path: Path, overwrite: bool) -> None:
+    check_replaceable(path)
     if path.exists() and not overwrite:
         raise CheckpointError(
             f"{path}: expected no checkpoint there yet, got one. Save under another name, or pass overwrite=True."
