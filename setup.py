@@ -13,6 +13,7 @@ setup(
     ],
     py_modules=[
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_adapter",
+        "megatron.core.distributed.fsdp.mcore_fsdp_v2_checkpoint",
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_config",
         "megatron.core.optimizer.fully_sharded_optimizer",
         "megatron.core.optimizer.fully_sharded_optimizer_config",

@@ -86,8 +86,12 @@ def prepare_corpus(args: argparse.Namespace, place: Place) -> None:
         args.data_cache_path = str(folder / "indices")
 
 
-def build_iterators(args: argparse.Namespace) -> DataIterators:
+def build_iterators(args: argparse.Namespace, iteration: int = 0) -> DataIterators:
     """Build the datasets and this rank's iterators; called on every rank after ``prepare_corpus``.
+
+    Args:
+        args: Validated arguments.
+        iteration: How many iterations have been trained, whose samples are skipped.
 
     Raises:
         ValueError: The data holds fewer samples than the run needs.
@@ -104,8 +108,13 @@ def build_iterators(args: argparse.Namespace) -> DataIterators:
         lambda: True,
         _dataset_config(args),
     ).build()
+    used = [
+        iteration * args.global_batch_size,
+        iteration // args.eval_interval * args.eval_iters * args.global_batch_size,
+        0,
+    ]
     iterators: list[Iterator[Batch] | None] = []
-    for name, dataset, num_samples in zip(SPLITS, datasets, needed, strict=True):
+    for name, dataset, num_samples, num_used in zip(SPLITS, datasets, needed, used, strict=True):
         if dataset is None or num_samples == 0:
             iterators.append(None)
             continue
@@ -116,7 +125,7 @@ def build_iterators(args: argparse.Namespace) -> DataIterators:
                 f"{len(dataset)} for --data-path. Give weights to the prefixes so that they "
                 "repeat, or shorten the run."
             )
-        iterators.append(_iterate(dataset, num_samples, args))
+        iterators.append(_iterate(dataset, num_used, num_samples, args))
     train, valid, test = iterators
     assert train is not None, "validation refuses a run without training data"
     return DataIterators(train, valid, test)
@@ -196,7 +205,7 @@ def _dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     )
 
 
-def _iterate(dataset: Any, num_samples: int, args: argparse.Namespace) -> Iterator[Batch]:
+def _iterate(dataset: Any, num_used: int, num_samples: int, args: argparse.Namespace) -> Iterator[Batch]:
     """Yield this rank's microbatches on its device; loader processes start with the first one.
 
     Raises:
@@ -211,6 +220,7 @@ def _iterate(dataset: Any, num_samples: int, args: argparse.Namespace) -> Iterat
                 args.micro_batch_size,
                 rank,
                 parallel_state.get_data_parallel_world_size(),
+                num_used,
             )
         ),
         num_workers=args.num_workers,
@@ -244,7 +254,9 @@ def check_token_ids(batch: Batch, vocabulary: Vocabulary) -> None:
         )
 
 
-def microbatch_indices(num_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[list[int]]:
+def microbatch_indices(
+    num_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int, num_used: int = 0
+) -> Iterator[list[int]]:
     """Yield the sample indices of one rank's microbatches in order.
 
     Each run of micro_batch_size * dp_size samples goes to the ranks in turn, as in Megatron-LM. For
@@ -256,7 +268,8 @@ def microbatch_indices(num_samples: int, micro_batch_size: int, dp_rank: int, dp
         micro_batch_size: Samples per microbatch.
         dp_rank: This rank among the data-parallel ranks.
         dp_size: Number of data-parallel ranks.
+        num_used: Samples at the beginning that are left out; whole global batches.
     """
     stride = micro_batch_size * dp_size
-    for start in range(dp_rank * micro_batch_size, num_samples - num_samples % stride, stride):
+    for start in range(num_used + dp_rank * micro_batch_size, num_samples - num_samples % stride, stride):
         yield list(range(start, start + micro_batch_size))

@@ -8,6 +8,7 @@ What a flag's value may be by itself is said here; whether values fit together i
 
 import argparse
 
+from megatron.pretrain.checkpoint_flags import add_checkpoint_flags
 from megatron.pretrain.tokenizer import TOKENIZER_TYPES
 from megatron.pretrain.values import decay, integer, number, one_of
 
@@ -25,6 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         _add_optimizer,
         _add_precision,
         _add_parallelism,
+        add_checkpoint_flags,
         _add_output,
     )
     for add_group in groups:

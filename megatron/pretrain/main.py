@@ -11,12 +11,16 @@ import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.launcher import Place, find_place, start_process_groups
 from megatron.pretrain.outputs import check_outputs
-from megatron.pretrain.requirements import DDP_FLAGS, FSDP_V2_FLAGS, OUTPUT_FLAGS
+from megatron.pretrain.requirements import CHECKPOINT_FLAGS, DDP_FLAGS, FSDP_V2_FLAGS, OUTPUT_FLAGS
 from megatron.pretrain.validation import validate
+
+if TYPE_CHECKING:
+    from megatron.pretrain.training import TrainState
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ def ignore_expected_warnings() -> None:
 
 def pretrain(command: Command) -> None:
     """Train a GPT as the flags say; called on every rank."""
-    from megatron.pretrain import data, model, plot, training
+    from megatron.pretrain import data, model, training
+    from megatron.pretrain.checkpointing import Checkpoints
     from megatron.pretrain.log import TrainingLog
 
     args, place = command.args, command.place
@@ -59,9 +64,23 @@ def pretrain(command: Command) -> None:
     start_process_groups(args, place)
     data.prepare_corpus(args, place)
     log = TrainingLog(args, is_writer=place.rank == place.world_size - 1)
-    state = training.build_train_state(args, data.build_iterators(args), log)
-    training.train(state)
+    checkpoints = Checkpoints(args, log)
+    iteration = checkpoints.open()
+    state = training.build_train_state(args, data.build_iterators(args, iteration), log, iteration)
+    checkpoints.load(state)
+    is_done = training.train(state, checkpoints)
+    checkpoints.finish()
+    if is_done:
+        _report_end(state, command)
+    log.close()
+    stop_process_groups()
 
+
+def _report_end(state: "TrainState", command: Command) -> None:
+    """Evaluate on the validation and the test set, draw the plot and say what may come next."""
+    from megatron.pretrain import plot, training
+
+    args, place, log = command.args, command.place, state.log
     end = f"iteration {args.train_iters}"
     training.report_evaluation(state, args.train_iters, state.data.valid, f"{end} on validation set")
     training.report_evaluation(state, args.train_iters, state.data.test, f"{end} on test set", is_test=True)
@@ -71,8 +90,6 @@ def pretrain(command: Command) -> None:
         log.print(f"Loss curve: {args.plot}")
     other = "megatron-core's DDP" if args.use_megatron_fsdp_v2 else "Megatron-FSDP v2"
     log.print(f"Next, the same with {other}: {suggest_next(command)}")
-    log.close()
-    stop_process_groups()
 
 
 def stop_process_groups() -> None:
@@ -91,7 +108,7 @@ def suggest_next(command: Command) -> str:
     It names no output, so that following it overwrites nothing. On several nodes it is the command of one of them.
     """
     is_v2 = command.args.use_megatron_fsdp_v2
-    words = _without(command.words, (*OUTPUT_FLAGS, *(FSDP_V2_FLAGS if is_v2 else DDP_FLAGS)))
+    words = _without(command.words, (*OUTPUT_FLAGS, *CHECKPOINT_FLAGS, *(FSDP_V2_FLAGS if is_v2 else DDP_FLAGS)))
     if not is_v2:
         words.insert(0, "--use-megatron-fsdp-v2")
     launcher = ["python"]

@@ -17,7 +17,7 @@ _LIBRARIES = {"--plot": "matplotlib", "--tensorboard-dir": "tensorboard"}
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Check --plot, --log-json and --tensorboard-dir; called on every rank before the process groups exist.
+    """Check --plot, --log-json, --save and --tensorboard-dir; called on every rank before the process groups exist.
 
     Raises:
         ValueError: A path cannot be written, --plot has a suffix that is no picture's, or a library is missing.
@@ -28,6 +28,8 @@ def check_outputs(args: argparse.Namespace) -> None:
         if path:
             _check_library(flag)
             _check_file(flag, Path(path))
+    if args.save:
+        check_folder("--save", Path(args.save))
     if args.tensorboard_dir:
         _check_library("--tensorboard-dir")
         check_folder("--tensorboard-dir", Path(args.tensorboard_dir))

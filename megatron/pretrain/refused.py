@@ -6,7 +6,6 @@ A flag that would change nothing is refused rather than ignored. Flags in neithe
 parser get the nearest known name.
 """
 
-_CHECKPOINT = "This loop neither saves nor loads checkpoints yet: drop the flag and train from the start."
 _KERNELS = "Kernels and fusions follow from the host and --transformer-impl: drop the flag."
 _TOKENS = "The data holds token ids already: give --vocab-size, or the --tokenizer-type that made them."
 _FP16 = "Half precision with loss scaling is not offered: use --bf16, or neither for fp32."
@@ -23,22 +22,7 @@ _WANDB = "Curves go to --tensorboard-dir, --log-json and --plot: give one of the
 _DEFAULT = "It is what this script does anyway: drop the flag."
 
 REFUSED_FLAGS: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "--save",
-            "--load",
-            "--save-interval",
-            "--ckpt-format",
-            "--finetune",
-            "--use-checkpoint-args",
-            "--use-checkpoint-opt_param-scheduler",
-            "--override-opt_param-scheduler",
-            "--exit-on-missing-checkpoint",
-            "--no-load-optim",
-            "--no-load-rng",
-        ),
-        _CHECKPOINT,
-    ),
+    "--use-checkpoint-args": "The model is that of the flags: give those of the run that saved it.",
     **dict.fromkeys(
         (
             "--use-flash-attn",
@@ -75,7 +59,7 @@ REFUSED_FLAGS: dict[str, str] = {
         ),
         _DEFAULT,
     ),
-    **dict.fromkeys(("--exit-interval", "--exit-duration-in-mins"), _ITERATIONS),
+    "--exit-duration-in-mins": "The run ends after --train-iters or --exit-interval: give one of these instead.",
     **dict.fromkeys(("--decoupled-lr", "--decoupled-min-lr"), _ONE_LR),
     **dict.fromkeys(("--fp8-format", "--fp8-recipe"), _FP8),
     **dict.fromkeys(("--use-rope-scaling", "--rope-scaling-factor"), _ROPE_SCALING),

@@ -26,6 +26,18 @@ DDP_FLAGS = (
     "--ddp-bucket-size",
     "--ddp-average-in-collective",
 )
+SAVE_FLAGS = ("--save-interval", "--async-save", "--keep-last", "--no-save-optim", "--no-save-rng")
+LOAD_FLAGS = (
+    "--ckpt-step",
+    "--no-load-optim",
+    "--no-load-rng",
+    "--finetune",
+    "--exit-on-missing-checkpoint",
+    "--verify-checksums",
+    "--override-opt_param-scheduler",
+    "--use-checkpoint-opt_param-scheduler",
+)
+CHECKPOINT_FLAGS = ("--save", "--load", "--ckpt-format", "--exit-interval", *SAVE_FLAGS, *LOAD_FLAGS)
 OUTPUT_FLAGS = ("--plot", "--log-json", "--tensorboard-dir", "--tensorboard-log-interval")
 _ADAM_FLAGS = ("--adam-beta1", "--adam-beta2", "--adam-eps")
 _WSD_FLAGS = ("--lr-wsd-decay-style", "--lr-wsd-decay-iters")
@@ -122,6 +134,9 @@ REQUIREMENTS = (
         _has_sharded_overlap,
     ),
     _R(("--ddp-bucket-size",), "--overlap-grad-reduce", lambda a: a.overlap_grad_reduce),
+    _R(SAVE_FLAGS, "--save", lambda a: a.save),
+    _R(LOAD_FLAGS, "--load", lambda a: a.load),
+    _R(("--ckpt-format",), "--save or --load", lambda a: a.save or a.load),
     _R(("--tensorboard-log-interval",), "--tensorboard-dir", lambda a: a.tensorboard_dir),
 )
 

@@ -30,6 +30,7 @@ from megatron.core.utils import get_model_config
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
+from megatron.pretrain.checkpointing import Checkpoints
 from megatron.pretrain.data import Batch, DataIterators
 from megatron.pretrain.log import StepResult, TrainingLog
 from megatron.pretrain.model import build_model
@@ -45,15 +46,19 @@ class TrainState:
     scheduler: OptimizerParamScheduler
     data: DataIterators
     log: TrainingLog
+    first_iteration: int = 1
 
 
-def build_train_state(args: argparse.Namespace, data: DataIterators, log: TrainingLog) -> TrainState:
+def build_train_state(
+    args: argparse.Namespace, data: DataIterators, log: TrainingLog, iteration: int = 0
+) -> TrainState:
     """Build model, optimizer and schedules; called on every rank.
 
     Args:
         args: Validated arguments.
         data: This rank's iterators.
         log: Where the loop reports.
+        iteration: The last one that has been trained.
     """
     _seed_everything(args.seed)
     destroy_num_microbatches_calculator()
@@ -74,15 +79,20 @@ def build_train_state(args: argparse.Namespace, data: DataIterators, log: Traini
         # Without it the wrapper reduces with every microbatch.
         config.no_sync_func = model.no_sync
         config.grad_sync_func = model.start_grad_sync
-    return TrainState(args, model, optimizer, scheduler, data, log)
+    return TrainState(args, model, optimizer, scheduler, data, log, iteration + 1)
 
 
-def train(state: TrainState) -> None:
-    """Run all iterations, with an evaluation after every --eval-interval of them."""
+def train(state: TrainState, checkpoints: Checkpoints) -> bool:
+    """Run all iterations, with an evaluation after every --eval-interval and a checkpoint after every --save-interval.
+
+    Returns:
+        Whether all of --train-iters are done, and not only those up to --exit-interval.
+    """
     args, log = state.args, state.log
     state.model.train()
     log.restart_clock()
-    for iteration in range(1, args.train_iters + 1):
+    for iteration in range(state.first_iteration, args.train_iters + 1):
+        checkpoints.poll()
         result = train_step(state)
         log.record_step(iteration, result)
         if iteration % args.log_interval == 0:
@@ -91,6 +101,15 @@ def train(state: TrainState) -> None:
             started_s = time.perf_counter()
             report_evaluation(state, iteration, state.data.valid, f"iteration {iteration}")
             log.exclude(time.perf_counter() - started_s)
+        ends = args.exit_interval is not None and iteration % args.exit_interval == 0
+        if checkpoints.is_due(iteration) or ends:
+            started_s = time.perf_counter()
+            checkpoints.save(state, iteration)
+            log.exclude(time.perf_counter() - started_s)
+        if ends:
+            log.print(f"exiting program at iteration {iteration}")
+            return iteration == args.train_iters
+    return True
 
 
 def train_step(state: TrainState) -> StepResult:
@@ -247,7 +266,8 @@ def _build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParam
         end_wd=args.end_weight_decay,
         wd_incr_steps=args.train_iters * batch,
         wd_incr_style=args.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         wsd_decay_steps=None if args.lr_wsd_decay_iters is None else args.lr_wsd_decay_iters * batch,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )

@@ -8,6 +8,7 @@ to the same answer before the first collective. Files are checked by ``data.py``
 
 import argparse
 
+from megatron.pretrain.checkpoint_flags import complete_checkpoint_flags
 from megatron.pretrain.requirements import check_requirements, has_files
 from megatron.pretrain.tokenizer import ByteLevelTokenizer, Vocabulary, load_tokenizer, vocabulary_without_tokenizer
 
@@ -31,6 +32,7 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
     _complete_batch(args, world_size)
     _complete_schedules(args)
     _check_recompute(args)
+    complete_checkpoint_flags(args)
 
 
 def _fail(what: str, expected: str, found: str, flag: str, cure: str) -> None:

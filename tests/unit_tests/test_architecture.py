@@ -205,7 +205,7 @@ def test_outside_code_imports_the_public_names_only() -> None:
     for path in outside:
         for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(package):
-                assert node.module == package, path
+                assert node.module in (package, f"{package}.checkpoint"), path
 
 
 def test_megatron_stays_a_namespace() -> None:

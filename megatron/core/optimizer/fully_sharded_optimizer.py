@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core import optimizer as mcore_optimizer
 from megatron.core import parallel_state
 from megatron.core.distributed.fsdp.experimental import FsdpDTensor, GradientStatistics, fully_shard_optimizer
+from megatron.core.distributed.fsdp.experimental.checkpoint import create_state
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_adapter import is_fully_sharded
 from megatron.core.optimizer.fully_sharded_optimizer_config import (
     base_optimizer,
@@ -35,7 +36,7 @@ from megatron.core.optimizer.fully_sharded_optimizer_config import (
     grad_scaler_of,
 )
 from megatron.core.optimizer.fully_sharded_optimizer_gradients import WideGradients
-from megatron.core.optimizer.fully_sharded_optimizer_state import create_state, load_sharded_state, sharded_state
+from megatron.core.optimizer.fully_sharded_optimizer_state import load_sharded_state, sharded_state
 
 _grad_of = attrgetter("grad")
 

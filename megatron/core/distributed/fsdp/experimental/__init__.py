@@ -8,7 +8,7 @@ Outside code imports from here only. `docs/design.md` says where each part lives
 from .checkpoint import CheckpointError, CheckpointSaver, LoadReport, load_checkpoint, save_checkpoint
 from .checks import check_shardable
 from .dbuffer import DBuffer
-from .dtensor import FsdpDTensor, gather_full, shard_dtensor
+from .dtensor import FsdpDTensor, gather_full, rows_of, shard_dtensor
 from .fully_shard import fully_shard, fully_shard_context
 from .hooks import register_fsdp_forward_method
 from .lockstep import check_ranks
@@ -46,6 +46,7 @@ __all__ = [
     "load_checkpoint",
     "microbatch",
     "register_fsdp_forward_method",
+    "rows_of",
     "save_checkpoint",
     "shard_dtensor",
 ]

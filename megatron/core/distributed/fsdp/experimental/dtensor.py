@@ -197,6 +197,14 @@ def shard_dtensor(local: torch.Tensor, geometry: ShardGeometry) -> FsdpDTensor:
     return _mark(dtensor, geometry)
 
 
+def rows_of(tensor: FsdpDTensor, start: int, stop: int) -> FsdpDTensor:
+    """Return rows ``[start, stop)`` of a sharded tensor, sharing memory with it; the local part is 1-D."""
+    geometry, part = tensor.geometry, tensor.geometry.rows(start, stop)
+    row_numel = geometry.layout.slots[geometry.index].row_numel
+    first = start * row_numel + part.owned.start - geometry.owned.start if part.owned.numel else 0
+    return shard_dtensor(tensor._local_tensor.detach().view(-1)[first : first + part.owned.numel], part)
+
+
 def gather_full(tensor: DTensor, like: FsdpDTensor) -> torch.Tensor:
     """Gather a DTensor that is cut like a sharded parameter, e.g. an optimizer state; every rank must call it.
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from . import collectives
-from .layout import GroupLayout, Range
+from .layout import GroupLayout, Range, TensorSlot
 from .placement import Flat
 from .shard_mesh import ShardMesh
 
@@ -113,6 +113,13 @@ class ShardGeometry:
     def shape(self) -> torch.Size:
         """Logical shape."""
         return torch.Size(self.layout.slots[self.index].shape)
+
+    def rows(self, start: int, stop: int) -> ShardGeometry:
+        """Return the geometry of rows ``[start, stop)``, as a tensor of its own within the same shards."""
+        slot = self.layout.slots[self.index]
+        part = TensorSlot((stop - start, *slot.shape[1:]), slot.offset + start * slot.row_numel)
+        layout = GroupLayout((part,), self.layout.num_shards, self.layout.shard_numel)
+        return ShardGeometry(f"{self.fqn}[{start}:{stop}]", layout, 0, self.mesh, self.owner)
 
     @property
     def owned(self) -> Range:

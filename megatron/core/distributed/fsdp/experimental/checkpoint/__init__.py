@@ -2,8 +2,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of sharded models on PyTorch DCP: atomic, verified, and readable without executing anything in them."""
 
+from .background_writer import BackgroundWriter
 from .checkpoint import CheckpointSaver, load_checkpoint, save_checkpoint
 from .errors import CheckpointError
-from .read import LoadReport
+from .folder import committed_iterations, iteration_folder, keep_last, read_latest, write_latest
+from .optimizer_state import create_state, set_settings, set_state, settings_by_name, state_by_name
+from .ranks import Ranks
+from .read import LoadReport, OpenCheckpoint
+from .write import write_checkpoint
 
-__all__ = ["CheckpointError", "CheckpointSaver", "LoadReport", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "BackgroundWriter",
+    "CheckpointError",
+    "CheckpointSaver",
+    "LoadReport",
+    "OpenCheckpoint",
+    "Ranks",
+    "committed_iterations",
+    "create_state",
+    "iteration_folder",
+    "keep_last",
+    "load_checkpoint",
+    "read_latest",
+    "save_checkpoint",
+    "set_settings",
+    "set_state",
+    "settings_by_name",
+    "state_by_name",
+    "write_checkpoint",
+    "write_latest",
+]

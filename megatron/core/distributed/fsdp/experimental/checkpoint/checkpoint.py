@@ -21,18 +21,16 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..device import random_state, set_random_state
-from .background import BackgroundSave
+from .background_writer import BackgroundWriter
 from .errors import CheckpointError
 from .load import Load, load_rng
 from .model_state import first_unit, model_state
 from .optimizer_state import settings_by_name, state_by_name
 from .ranks import Ranks
 from .read import LoadReport, OpenCheckpoint, Verification
-from .staging import HostStaging
 from .unpickle import load_torch_file
 from .write import write_checkpoint
 
@@ -70,8 +68,8 @@ def save_checkpoint(
 class CheckpointSaver:
     """Saves in the background: `save` returns when the state has been copied to the host.
 
-    One save is under way at a time; the next one waits for it, and so does the interpreter at its exit. Its ranks talk
-    through a gloo group of their own; every rank must make the saver.
+    One save is under way at a time; the next one waits for it, and so does the interpreter at its exit. Every rank must
+    make the saver.
 
     Args:
         model: as for `save_checkpoint`.
@@ -79,10 +77,7 @@ class CheckpointSaver:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._staging = HostStaging()
-        self._background = BackgroundSave()
-        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self._ranks = Ranks(torch.device("cpu"), group)
+        self._writer = BackgroundWriter()
 
     def save(
         self,
@@ -99,27 +94,27 @@ class CheckpointSaver:
         Raises:
             CheckpointError: the save before has failed, or ranks disagree; on every rank. The new one is not begun.
         """
-        with self._ranks.together(f"the save before {path}"):
-            self._background.wait()
-        state = _collect(self._model, optimizer, path, self._ranks, extra, scheduler, save_rng)
-        staged = self._staging.stage(state)
-        self._background.start(lambda: write_checkpoint(staged, Path(path), self._ranks, overwrite=overwrite))
+        self._writer.write(
+            lambda: _collect(self._model, optimizer, path, self._writer.ranks, extra, scheduler, save_rng),
+            Path(path),
+            overwrite=overwrite,
+        )
 
     def poll(self) -> None:
         """Raise the error of a save that has failed, once; does not wait. Call it at every step.
 
         Raises:
-            CheckpointError: a save has failed.
+            CheckpointError: a save has failed. Ranks may see it a step apart.
         """
-        self._background.poll()
+        self._writer.poll()
 
     def wait(self) -> None:
         """Wait for the save that is under way.
 
         Raises:
-            CheckpointError: it has failed.
+            CheckpointError: it has failed; on every rank.
         """
-        self._background.wait()
+        self._writer.wait()
 
 
 def load_checkpoint(

@@ -1,0 +1,182 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""A Megatron model chunk and its optimizer as Megatron's ``fsdp_dtensor`` checkpoints name and cut them.
+
+Keys are those that Megatron-FSDP v1 writes; reading takes them with any number of wrappers' ``module.`` before the
+parameter's own name. It writes no files: experimental.checkpoint does.
+
+[Note: gated linear units]
+The first linear layer of a gated MLP holds two matrices, one below the other. Checkpoints hold them one by one, as
+``..._w`` and ``..._v``, since with tensor parallelism the fused matrix would depend on the number of ranks. Both are
+rows of one sharded parameter: wherever it is cut, each rank's elements of either half are a run of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+
+from megatron.core.distributed.fsdp.experimental import CheckpointError, FsdpDTensor, rows_of
+
+MODEL, STATE, SETTINGS = "model.", "optimizer.state.", "optimizer.param_to_group_meta."
+_WRAPPER = "module."
+_MODEL_WRAPPERS, _OPTIMIZER_WRAPPERS = _WRAPPER, 3 * _WRAPPER
+_EXTRA_STATE = "_extra_state"
+_GATED = re.compile(
+    r"(?:.*\.)?mlp\.(?:shared_experts\.|experts\.(?:local_experts\.\d+\.)?)?linear_fc1\.(?:weight|bias)\d*"
+)
+
+StateByName = dict[str, dict[str, Any]]
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name without wrappers' prefixes."""
+    while name.startswith(_WRAPPER):
+        name = name[len(_WRAPPER) :]
+    return name
+
+
+def model_tensors(chunk: MegatronModule) -> dict[str, torch.Tensor]:
+    """Return the main weights and persistent buffers of a chunk by canonical name; tied weights once.
+
+    Args:
+        chunk: wrapped by FSDP v2.
+    """
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, value in chunk.module.state_dict(keep_vars=True).items():
+        if name.rpartition(".")[2] == _EXTRA_STATE or not isinstance(value, torch.Tensor) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        found[canonical_name(name)] = value
+    return found
+
+
+def split_gated(named: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return tensors by name with those of gated linear units as two; others as they are."""
+    found: dict[str, Any] = {}
+    for name, value in named.items():
+        if isinstance(value, FsdpDTensor) and _is_gated(name, config):
+            half = value.shape[0] // 2
+            found[f"{name}_w"], found[f"{name}_v"] = rows_of(value, 0, half), rows_of(value, half, 2 * half)
+        else:
+            found[name] = value
+    return found
+
+
+def split_gated_states(states: Mapping[str, Mapping[str, Any]], config: Any) -> StateByName:
+    """Return optimizer states by name with those of gated linear units as two; a step that both share is in both."""
+    found: StateByName = {}
+    for name, values in states.items():
+        for key, value in values.items():
+            parts = split_gated({name: value}, config)
+            if _is_gated(name, config) and not isinstance(value, FsdpDTensor):
+                parts = {f"{name}_w": value, f"{name}_v": value}
+            for part, tensor in parts.items():
+                found.setdefault(part, {})[key] = tensor
+    return found
+
+
+def _is_gated(name: str, config: Any) -> bool:
+    return bool(getattr(config, "gated_linear_unit", False) and _GATED.fullmatch(name))
+
+
+def model_keys(chunk: MegatronModule) -> dict[str, torch.Tensor]:
+    """Return a chunk's tensors by the keys that a checkpoint has for them, without ``model.``."""
+    tensors = split_gated(model_tensors(chunk), chunk.config)
+    return {_MODEL_WRAPPERS + name: tensor for name, tensor in tensors.items()}
+
+
+def optimizer_keys(optimizer: Any, chunk: MegatronModule) -> dict[str, StateByName]:
+    """Return state and settings of a FullyShardedOptimizer by a checkpoint's keys, without ``optimizer.``."""
+    found = optimizer.sharded_state_dict({})
+    states = {canonical_name(name): values for name, values in found["state"].items()}
+    tensors = {
+        name: {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+        for name, values in split_gated_states(states, chunk.config).items()
+    }
+    return {
+        "state": {_OPTIMIZER_WRAPPERS + name: values for name, values in tensors.items() if values},
+        "param_to_group_meta": {
+            _OPTIMIZER_WRAPPERS + canonical_name(name): settings
+            for name, settings in found["param_to_group_meta"].items()
+        },
+    }
+
+
+def find_model(chunk: MegatronModule, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return what to read into a chunk, by the checkpoint's own keys; what it lacks, by ours."""
+    there = _by_canonical_name(keys, MODEL)
+    tensors = split_gated(model_tensors(chunk), chunk.config)
+    return {there.get(name, MODEL + _MODEL_WRAPPERS + name): tensor for name, tensor in tensors.items()}
+
+
+def find_optimizer(optimizer: Any, chunk: MegatronModule, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return what to read into an optimizer's state, which is created, by the checkpoint's own keys."""
+    there = _by_canonical_name(keys, STATE)
+    found = {}
+    ours = optimizer.sharded_state_dict({}, is_loading=True)["state"]
+    states = split_gated_states({canonical_name(name): values for name, values in ours.items()}, chunk.config)
+    for name, values in states.items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                place = f"{name}.{key}"
+                found[there.get(place, STATE + _OPTIMIZER_WRAPPERS + place)] = value
+    return found
+
+
+def settings_keys(keys: Iterable[str]) -> list[str]:
+    """Return the keys of parameters' settings."""
+    return [key for key in keys if key.startswith(SETTINGS)]
+
+
+def load_settings(optimizer: Any, chunk: MegatronModule, entries: Mapping[str, Any]) -> None:
+    """Give an optimizer's groups the settings that a checkpoint holds by parameter, and state its place.
+
+    Args:
+        optimizer: a FullyShardedOptimizer whose state has been read.
+        chunk: its chunk.
+        entries: the checkpoint's entries of `settings_keys`.
+
+    Raises:
+        CheckpointError: a parameter has none, or those of one group differ.
+    """
+    saved: StateByName = {}
+    for key, value in entries.items():
+        name, _, setting = canonical_name(key.removeprefix(SETTINGS)).rpartition(".")
+        saved.setdefault(name, {})[setting] = value
+    state = optimizer.sharded_state_dict({})
+    names = {name: canonical_name(name) for name in state["param_to_group_meta"]}
+    missing = sorted(short for short in names.values() if short not in saved)
+    if missing:
+        raise CheckpointError(
+            f"settings of the optimizer: expected them for every parameter, got none for {missing[:5]}. Load a "
+            "checkpoint of the same model, or use --no-load-optim."
+        )
+    meta = {name: saved[short] for name, short in names.items()}
+    try:
+        optimizer.load_state_dict({"state": state["state"], "param_to_group_meta": meta})
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
+
+
+def is_extra_state(key: str) -> bool:
+    """Return whether a key is a module's extra state, which other writers may leave in a checkpoint."""
+    return key.startswith(MODEL) and _EXTRA_STATE in key
+
+
+def _by_canonical_name(keys: Iterable[str], prefix: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key in keys:
+        if key.startswith(prefix):
+            name = canonical_name(key.removeprefix(prefix).removeprefix("model."))
+            if name in found:
+                raise CheckpointError(
+                    f"keys of the checkpoint: expected one for each tensor, got {found[name]} and {key}. Remove one."
+                )
+            found[name] = key
+    return found
