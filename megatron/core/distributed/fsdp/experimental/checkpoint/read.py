@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from .errors import CheckpointError
 from .folder import FORMAT, verify_files
@@ -137,7 +137,7 @@ class OpenCheckpoint:
                 read before it have changed.
         """
         with self.ranks.together(f"load of {self.path}"):
-            dcp.load(
+            load(
                 dict(tensors),
                 storage_reader=SafeReader(self.path, self.metadata),
                 planner=CoveringLoadPlanner(tensors),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from .errors import CheckpointError
 from .folder import check_replaceable, clean_interrupted, commit, remove_checkpoint, staging_path
@@ -48,7 +48,7 @@ def write_checkpoint(
     ranks.first(lambda: _prepare(path, overwrite), what)
     try:
         with ranks.together(what):
-            dcp.save(
+            save(
                 dict(state_dict),
                 storage_writer=CheckpointWriter(staging),
                 planner=CompleteSavePlanner(),
