@@ -13,10 +13,12 @@ to the results, and raises for the second, so that no tensor derived from a shar
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed._state_dict_utils import _distribute_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -54,6 +56,22 @@ class FsdpDTensor(DTensor):
     def device_mesh(self) -> DeviceMesh:
         """The mesh that the unit was given; torch may remember an earlier one of the same ranks, whose groups ended."""
         return self._geometry.mesh.device_mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One for each mesh axis; ``Shard(0)`` stands for our cut, which torch cannot say.
+
+        Raises:
+            NotImplementedError: asked by ``set_model_state_dict`` with ``broadcast_from_rank0``, which would write the
+                rows that torch's own cut gives this rank.
+        """
+        if sys._getframe(1).f_code is _distribute_tensors.__code__:
+            raise NotImplementedError(
+                f"set_model_state_dict of {self._geometry.fqn}: expected broadcast_from_rank0=False, got True, with "
+                "which torch would write rows of its own cut. Give the full state dict to every rank, or use "
+                "load_checkpoint."
+            )
+        return self._spec.placements
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's elements: [rows, *shape[1:]] or 1-D, shared with the flat buffer.

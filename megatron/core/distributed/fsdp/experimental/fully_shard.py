@@ -19,6 +19,7 @@ from .agreement import record_unit
 from .allocator import default_allocator
 from .checks import check_numbers, check_placements, check_schedule, check_types, check_unit, merge_schedule
 from .device import current_device, resolve_device
+from .full_values import cut_values
 from .group_options import GradientReduction, GroupOptions, OwnedParameter
 from .module import FsdpModule
 from .ownership import group_parameters, own_modules, owned_parameters
@@ -226,6 +227,7 @@ def _check_load(module: nn.Module, state_dict: Any, prefix: str, metadata: Any, 
             f"{where}: expected assign=False, got assign=True, which would replace sharded parameters by ones that the "
             "runtime does not know. Load in place."
         )
+    cut_values(state_dict, prefix, module._parameters)
 
 
 def _check_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

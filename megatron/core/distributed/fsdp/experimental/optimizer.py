@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from .dtensor import FsdpDTensor, shard_dtensor
 from .elementwise import ElementwiseOnly
+from .full_values import cut_like
 from .local_step import LocalStep
 from .parameter_group import FsdpParameterGroup
 
@@ -217,23 +218,34 @@ def _unwrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict of local tensors for torch's own load, with groups and parameters in the optimizer's order.
 
     Raises:
-        ValueError: other parameters or another grouping, or a plain tensor of more than one element, whose cut is
-            unknown.
+        ValueError: other parameters or another grouping, or a plain tensor that is neither a single number nor full,
+            so that its cut is unknown.
     """
-    for key, item in state_dict["state"].items():
-        for name, value in item.items() if isinstance(item, dict) else ():
-            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
-                raise ValueError(
-                    f"optimizer state {name!r} of parameter {key}: expected a DTensor as state_dict() gives it, got a "
-                    f"plain tensor of shape {tuple(value.shape)}. Load what an adapted optimizer has saved."
-                )
     groups = _matched_groups(optimizer, state_dict["param_groups"])
-    _check_cuts(optimizer, groups, state_dict["state"])
-    state = {
-        key: {name: _local(value) for name, value in item.items()} if isinstance(item, dict) else item
-        for key, item in state_dict["state"].items()
+    by_key = {
+        key: parameter
+        for param_group, group in zip(optimizer.param_groups, groups, strict=True)
+        for parameter, key in zip(param_group["params"], group["params"], strict=True)
     }
-    return {**state_dict, "state": state, "param_groups": groups}
+    cut = {
+        key: {name: _cut(value, by_key[key], name) for name, value in item.items()}
+        for key, item in state_dict["state"].items()
+        if key in by_key and isinstance(item, dict)
+    }
+    _check_cuts(optimizer, groups, cut)
+    local = {key: {name: _local(value) for name, value in item.items()} for key, item in cut.items()}
+    return {**state_dict, "state": {**state_dict["state"], **local}, "param_groups": groups}
+
+
+def _cut(value: Any, parameter: FsdpDTensor, name: str) -> Any:
+    """Return a saved state as the parameter is cut, also where it was saved in full."""
+    found = cut_like(value, parameter)
+    if isinstance(found, torch.Tensor) and not isinstance(found, DTensor) and found.numel() > 1:
+        raise ValueError(
+            f"optimizer state {name!r} of {parameter.geometry.fqn}: expected a DTensor as state_dict() gives it, or a "
+            f"full tensor, got a plain tensor of shape {tuple(found.shape)}. Load what an adapted optimizer has saved."
+        )
+    return found
 
 
 def _check_cuts(optimizer: Any, groups: Sequence[dict[str, Any]], state: dict[Any, Any]) -> None:
