@@ -136,13 +136,17 @@ class Item:
         offset: the item's first byte.
         length: the item's bytes.
         where: names the key and the file in errors.
+
+    Attributes:
+        length: its bytes.
+        where: as given.
     """
 
     def __init__(self, file: BufferedReader, offset: int, length: int, where: str) -> None:
         self._file = file
         self._slice = _Slice(file, offset, length)
         self._offset = offset
-        self._where = where
+        self.where = where
         self._whole: torch.Tensor | None = None
         size = file.seek(0, io.SEEK_END)
         if size < offset + length:
@@ -150,12 +154,16 @@ class Item:
                 f"{where}: expected at least {offset + length} bytes, got {size}: the file is truncated. "
                 "Restore it, or load an earlier checkpoint."
             )
-        self._length = length
+        self.length = length
 
     def load(self) -> Any:
         """Return the whole item, as torch.load(weights_only=True) does."""
         self._slice.seek(0)
-        return load_torch_file(io.BytesIO(self._slice.read(self._length) or b""), self._where)
+        return load_torch_file(io.BytesIO(self._slice.read(self.length) or b""), self.where)
+
+    def is_plain(self) -> bool:
+        """Say whether boxes of it are read without the rest."""
+        return self._find() is not None
 
     def describe(self) -> _Plain:
         """Return the saved tensor's dtype and shape, and where it begins if it can be read in parts (else -1)."""
@@ -166,7 +174,7 @@ class Item:
             value = self.load()
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(
-                    f"{self._where}: expected a tensor, got {type(value).__name__}. The metadata and the file do not "
+                    f"{self.where}: expected a tensor, got {type(value).__name__}. The metadata and the file do not "
                     "belong together: restore both."
                 )
             self._whole = value
@@ -208,7 +216,7 @@ class Item:
             return zipfile.ZipFile(self._slice)
         except Exception as error:  # damaged archives raise anything
             raise CheckpointError(
-                f"{self._where}: expected a zip archive by torch.save, got what cannot be opened ({error}). "
+                f"{self.where}: expected a zip archive by torch.save, got what cannot be opened ({error}). "
                 "The file is damaged: restore it, or load an earlier checkpoint."
             ) from error
 
@@ -233,7 +241,7 @@ class Item:
                 return None
             if (saved.offset + math.prod(saved.shape)) * saved.dtype.itemsize > record.file_size or saved.offset < 0:
                 raise CheckpointError(
-                    f"{self._where}: expected {math.prod(saved.shape)} elements of {saved.dtype}, got a record of "
+                    f"{self.where}: expected {math.prod(saved.shape)} elements of {saved.dtype}, got a record of "
                     f"{record.file_size} bytes. The file is damaged: restore it, or load an earlier checkpoint."
                 )
             return _Plain(self._record_begin(record) + saved.offset * saved.dtype.itemsize, saved.dtype, saved.shape)
@@ -246,9 +254,9 @@ class Item:
         header = self._bytes(self._offset + info.header_offset, _LOCAL_HEADER.size).numpy().tobytes()
         signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
         begin: int = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
-        if signature != b"PK\3\4" or begin + info.compress_size > self._length:
+        if signature != b"PK\3\4" or begin + info.compress_size > self.length:
             raise CheckpointError(
-                f"{self._where}: expected record {info.filename} within the archive, got a damaged header. "
+                f"{self.where}: expected record {info.filename} within the archive, got a damaged header. "
                 "Restore the file, or load an earlier checkpoint."
             )
         return self._offset + begin
@@ -264,7 +272,7 @@ class Item:
         count = self._file.readinto(buffer.numpy().data)
         if count != buffer.numel():
             raise CheckpointError(
-                f"{self._where}: expected {buffer.numel()} bytes at {begin}, got {count}: the file is truncated. "
+                f"{self.where}: expected {buffer.numel()} bytes at {begin}, got {count}: the file is truncated. "
                 "Restore it, or load an earlier checkpoint."
             )
 
