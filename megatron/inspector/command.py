@@ -82,7 +82,8 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folders", type=Path, nargs=2, metavar=("A", "B"))
+    parser.add_argument("first", type=Path, metavar="A")
+    parser.add_argument("second", type=Path, metavar="B")
     parser.add_argument("--rtol", type=_tolerance, default=0.0, help="allowed |a - b| / |b| (default 0)")
     parser.add_argument("--atol", type=_tolerance, default=0.0, help="allowed |a - b| (default 0); both 0: bit for bit")
     parser.add_argument("--equal-nan", action="store_true", help="take NaN as equal to NaN")
@@ -91,7 +92,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
     _add_max_memory(parser)
     parser.set_defaults(
         run=lambda args: diff(
-            tuple(args.folders),
+            (args.first, args.second),
             Tolerance(args.rtol, args.atol, args.equal_nan),
             max_memory=args.max_memory,
             show_all=args.all,

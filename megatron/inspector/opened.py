@@ -25,7 +25,7 @@ from megatron.core.distributed.fsdp.experimental.layout import Box
 
 _LATEST = "latest_checkpointed_iteration.txt"
 # Larger slabs are not read faster, and of a command's memory several slabs and what is computed from them live at once.
-_MAX_SLAB_BYTES = 32 << 20
+_MAX_SLAB_BYTES = 16 << 20
 _SLABS_IN_MEMORY = 8
 
 
