@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from megatron.core.distributed.fsdp.experimental.checkpoint import records
 from megatron.core.distributed.fsdp.experimental.checkpoint.boxes import intersect, numel, overlap, slabs
@@ -236,3 +237,29 @@ def test_slabs_and_overlaps_of_random_tensors() -> None:
         assert bool((counted == 1).all()) and overlap(found) is None
         if shape:
             assert overlap([*found, draw.choice(found)]) is not None
+
+
+def test_random_damage_is_always_our_error(tmp_path: Path) -> None:
+    state = {"w": torch.randn(6, 3), "t": torch.randn(3, 4).t(), "x": {"y": argparse.Namespace(a=1)}}
+    folder = save(tmp_path / "c", state)
+    draw = random.Random(0)
+    outcomes = []
+    for _ in range(300):
+        file = folder / draw.choice([".metadata", "__0_0.distcp"])
+        content = file.read_bytes()
+        at = draw.randrange(len(content))
+        middle = [bytes([content[at] ^ 1 << draw.randrange(8)]), b"", draw.randbytes(5)][draw.randrange(3)]
+        end = len(content) if draw.random() < 0.1 else at + 1
+        file.write_bytes(content[:at] + middle + content[end:])
+        try:
+            metadata = load_metadata(folder)
+            for key, entry in metadata.state_dict_metadata.items():
+                if isinstance(entry, TensorStorageMetadata):
+                    read_box(folder, metadata, key, [0] * len(entry.size), entry.size)
+                else:
+                    load_entry(folder, metadata, key)
+            outcomes.append("not seen: in a value, or in what nobody reads")
+        except CheckpointError:
+            outcomes.append("seen")
+        file.write_bytes(content)
+    assert outcomes.count("seen") > 150

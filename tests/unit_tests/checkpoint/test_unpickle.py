@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.core.distributed.fsdp.experimental.checkpoint.errors import CheckpointError
+from megatron.core.distributed.fsdp.experimental.checkpoint.opcodes import check_opcodes, dotted_names
 from megatron.core.distributed.fsdp.experimental.checkpoint.reader import (
     SafeReader,
     load_entry,
@@ -189,3 +190,35 @@ def test_paths_outside_the_folder_are_refused(tmp_path: Path, path: str) -> None
     write_metadata(tmp_path / "c", metadata)
     with pytest.raises(CheckpointError, match=re.escape("a path outside the folder for w")):
         load_metadata(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("pickled", "text"),
+    [
+        (b"\x80\x04Nr\xff\xff\xff\x7f.", "claims more than"),  # a memo of 16 GiB
+        (b"\x80\x04\x96\xff\xff\xff\xff\x0f\0\0\0.", "unexpected opcode"),  # an array of 64 GiB
+        (b"\x80\x04X\xff\xff\xff\x7fab.", "claims more than"),
+        (b"\x80\x02ctorch\nSize", "claims more than"),
+        (b"\x80\x04N", "unexpected opcode b''"),
+    ],
+)
+def test_sizes_that_a_pickle_claims_are_not_believed(pickled: bytes, text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        unpickle_metadata(io.BytesIO(pickled), "file")
+
+
+def test_opcodes_of_honest_pickles_are_all_known() -> None:
+    value = [
+        None, True, 3, -300, 70000, 1 << 200, 1.5, "a" * 300, b"b", b"c" * 300, (1,) * 5, {1, 2}, frozenset([3]),
+        {"a": [(), (1, 2)]}, torch.Size([2]), torch.bfloat16, MetadataIndex("w", [1]), list(range(1000)),
+        [f"memo {number}" for number in range(300)],
+    ]  # fmt: skip
+    for protocol in (2, 3, 4, 5):
+        for part in (value, *value):
+            check_opcodes(pickle.dumps(part, protocol))
+
+
+def test_names_in_a_pickle() -> None:
+    assert dotted_names(pickle.dumps([torch.Size([1]), set], 2)) == {"torch.Size", "builtins.set"}
+    assert dotted_names(pickle.dumps([torch.Size([1]), set], 4)) == {"torch.Size", "builtins.set"}
+    assert dotted_names(pickle.dumps([set, "long text"], 4)[:-9]) == {"builtins.set"}

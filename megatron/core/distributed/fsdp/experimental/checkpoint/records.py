@@ -27,6 +27,7 @@ import torch
 
 from ..layout import Box
 from .errors import CheckpointError
+from .opcodes import check_opcodes
 from .unpickle import load_torch_file
 
 BLOCK_BYTES = 8 << 20
@@ -60,7 +61,8 @@ class _Slice(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence])
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = min(max(0, at), self._length)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
@@ -101,6 +103,8 @@ class _Rebuild:
     __slots__ = ()
 
     def __call__(self, storage: tuple[str, Any], offset: int, shape: Any, stride: Any, *rest: Any) -> _Described:
+        if not all(type(number) is int and number >= 0 for number in (offset, *shape, *stride)):
+            raise _NotPlainError
         # rest: requires_grad, hooks, then for version 3 a dtype, then flags such as "conjugated".
         dtypes = [value for value in (storage[1], *rest[2:]) if isinstance(value, torch.dtype)]
         if len(dtypes) != 1 or any(value for value in rest[2:] if not isinstance(value, torch.dtype)):
@@ -229,7 +233,9 @@ class Item:
             prefix = pickles[0].removesuffix("data.pkl")
             try:
                 order = self._record(names[prefix + "byteorder"]) if prefix + "byteorder" in names else b"little"
-                saved = _TensorUnpickler(io.BytesIO(self._record(names[pickles[0]]))).load()
+                pickled = self._record(names[pickles[0]])
+                check_opcodes(pickled)
+                saved = _TensorUnpickler(io.BytesIO(pickled)).load()
             except CheckpointError:
                 raise
             except Exception:  # whatever it is, torch's own loader decides, and says what is wrong with it
@@ -239,7 +245,7 @@ class Item:
             record = names.get(prefix + saved.record)
             if record is None or record.compress_type != zipfile.ZIP_STORED:
                 return None
-            if (saved.offset + math.prod(saved.shape)) * saved.dtype.itemsize > record.file_size or saved.offset < 0:
+            if (saved.offset + math.prod(saved.shape)) * saved.dtype.itemsize > record.file_size:
                 raise CheckpointError(
                     f"{self.where}: expected {math.prod(saved.shape)} elements of {saved.dtype}, got a record of "
                     f"{record.file_size} bytes. The file is damaged: restore it, or load an earlier checkpoint."
@@ -268,8 +274,10 @@ class Item:
 
     def _fill(self, buffer: torch.Tensor, begin: int) -> None:
         """Read the file from ``begin`` into a contiguous [n] uint8 tensor."""
-        self._file.seek(begin)
-        count = self._file.readinto(buffer.numpy().data)
+        end, count = self._offset + self.length, 0
+        if self._offset <= begin <= end:  # damaged archives lead anywhere
+            self._file.seek(begin)
+            count = self._file.readinto(buffer.numpy().data[: end - begin])
         if count != buffer.numel():
             raise CheckpointError(
                 f"{self.where}: expected {buffer.numel()} bytes at {begin}, got {count}: the file is truncated. "
