@@ -50,8 +50,7 @@ def find_problems(folder: Path, *, checksums: bool) -> list[str]:
             has_manifest = read_manifest(folder) is not None
             checkpoint = Checkpoint(folder)
         except CheckpointError as error:
-            # A manifest that cannot be read has been named already.
-            return list(dict.fromkeys([*problems, str(error)]))
+            return problems or [str(error)]
         if not has_manifest:
             problems += _strays(checkpoint)
         for key in [*checkpoint.tensors, *checkpoint.entries]:

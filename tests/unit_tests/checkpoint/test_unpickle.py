@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron.core.distributed.fsdp.experimental.checkpoint.errors import CheckpointError
 from megatron.core.distributed.fsdp.experimental.checkpoint.opcodes import check_opcodes, dotted_names
@@ -222,3 +223,26 @@ def test_names_in_a_pickle() -> None:
     assert dotted_names(pickle.dumps([torch.Size([1]), set], 2)) == {"torch.Size", "builtins.set"}
     assert dotted_names(pickle.dumps([torch.Size([1]), set], 4)) == {"torch.Size", "builtins.set"}
     assert dotted_names(pickle.dumps([set, "long text"], 4)[:-9]) == {"builtins.set"}
+    # Modules that were named before are taken from the memo.
+    names = {"torch.distributed.checkpoint.metadata.MetadataIndex", "torch.Size", "torch.float32"}
+    for protocol in (2, 4):
+        again = [MetadataIndex("w", [1]), "other", MetadataIndex("w", [1]), torch.float32]
+        assert dotted_names(pickle.dumps(again, protocol)) - {"copyreg._reconstructor", "builtins.object"} == names
+
+
+def test_metadata_by_megatron_core_with_the_plans_of_all_ranks() -> None:
+    index = MetadataIndex("w", [0])
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
+    data = TensorWriteData(chunk, TensorProperties(), torch.Size([2]))
+    plan = SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=data)])
+    metadata = Metadata({}, storage_data={})
+    metadata.all_local_plans = [plan]  # type: ignore[attr-defined]
+    read = unpickle_metadata(io.BytesIO(pickle.dumps(metadata)), "file")
+    assert read.all_local_plans == [plan]
+    # Older versions have classes of their own for both.
+    text = pickle.dumps(metadata, 2)
+    module = b"megatron.core.dist_checkpointing.strategies.torch\nMCore"
+    for name, owner in ((b"Metadata", b"metadata"), (b"SavePlan", b"planner")):
+        text = text.replace(b"torch.distributed.checkpoint." + owner + b"\n" + name + b"\n", module + name + b"\n")
+    assert text.count(b"MCore") == 2
+    assert unpickle_metadata(io.BytesIO(text), "file").all_local_plans == [plan]

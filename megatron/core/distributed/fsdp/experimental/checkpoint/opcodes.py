@@ -48,9 +48,15 @@ def check_opcodes(data: bytes) -> None:
 def dotted_names(data: bytes) -> set[str]:
     """Return the names that a pickle of any protocol asks for; those before the damage, if it is damaged."""
     found: set[str] = set()
-    strings: list[str] = []
+    strings: list[str] = []  # in the order in which they were pushed
+    memo: dict[int, str | None] = {}
     try:
+        last: str | None = None  # what the opcode before pushed, if a string
         for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name == "MEMOIZE" or "PUT" in opcode.name:
+                memo[len(memo) if argument is None else int(argument)] = last
+                continue
+            last = memo.get(argument) if opcode.name.endswith("GET") and isinstance(argument, int) else None
             if opcode.name in ("GLOBAL", "INST"):
                 module, _, attribute = str(argument).partition(" ")
                 # Protocol 2 has the names of Python 2.
@@ -59,7 +65,9 @@ def dotted_names(data: bytes) -> set[str]:
             elif opcode.name == "STACK_GLOBAL":
                 found.add(".".join(strings[-2:]))
             elif isinstance(argument, str):
-                strings.append(argument)
-    except ValueError:  # what pickletools says of damage; whoever unpickles says it with the file's name
+                last = argument
+            if last is not None:
+                strings.append(last)
+    except (ValueError, TypeError):  # damage; whoever unpickles says it with the file's name
         return found
     return found

@@ -21,11 +21,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint import planner as dcp_planner
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 
 from .errors import CheckpointError
 from .opcodes import check_opcodes, dotted_names
 
+# Plans are there because megatron-core keeps those of all ranks in the metadata.
 _METADATA_CLASSES: tuple[type, ...] = (
     dcp_metadata.BytesStorageMetadata,
     dcp_metadata.ChunkStorageMetadata,
@@ -35,7 +37,13 @@ _METADATA_CLASSES: tuple[type, ...] = (
     dcp_metadata.TensorProperties,
     dcp_metadata.TensorStorageMetadata,
     dcp_metadata._MEM_FORMAT_ENCODING,
+    dcp_planner.BytesIOWriteData,
+    dcp_planner.SavePlan,
+    dcp_planner.TensorWriteData,
+    dcp_planner.WriteItem,
+    dcp_planner.WriteItemType,
     _StorageInfo,
+    _StoragePrefix,
 )
 # Values that cannot be changed, or types that the interpreter itself keeps from being changed.
 _METADATA_VALUES: dict[tuple[str, str], Any] = {
@@ -92,9 +100,10 @@ class _EnumMember:
     __slots__ = ()
 
     def __call__(self, owner: object, name: str) -> object:
-        if owner is not dcp_metadata._MEM_FORMAT_ENCODING:
-            raise pickle.UnpicklingError(f"getattr of {owner!r}")
-        return dcp_metadata._MEM_FORMAT_ENCODING[name]
+        for enum in (dcp_metadata._MEM_FORMAT_ENCODING, dcp_planner.WriteItemType):
+            if owner is enum:
+                return enum[name]
+        raise pickle.UnpicklingError(f"getattr of {owner!r}")
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
@@ -105,6 +114,9 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     },
     ("torch.serialization", "_get_layout"): _Layout(),
     ("builtins", "getattr"): _EnumMember(),
+    # Older versions of megatron-core have their own, with more attributes.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): dcp_metadata.Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): dcp_planner.SavePlan,
 }
 _METADATA_GLOBALS = {
     **{(cls.__module__, cls.__name__): cls for cls in _METADATA_CLASSES},
