@@ -32,7 +32,8 @@ def verify(folder: Path, *, checksums: bool) -> int:
     for problem in problems:
         print(safe(problem))
     kind = "sizes and contents" if checksums else "sizes"
-    print(f"{folder}: {f'{len(problems)} problems' if problems else f'whole, by {kind}'}")
+    number = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+    print(f"{folder}: {number if problems else f'whole, by {kind}'}")
     return int(bool(problems))
 
 

@@ -151,6 +151,11 @@ def test_as_a_process_into_a_reader_that_leaves(folder: Path) -> None:
     assert result.stdout.split()[0] == "key" and "Traceback" not in result.stderr and "Warning" not in result.stderr
 
 
+def test_the_console_command_is_main() -> None:
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert f'mfsdp-ckpt = "{main.__module__}:{main.__name__}"' in text
+
+
 def test_sizes_are_read_and_written() -> None:
     assert [parse_bytes(text) for text in ("7", "1k", "256MiB", "1.5 GB")] == [7, 1000, 256 << 20, 1_500_000_000]
     for wrong in ("", "0", "-1", "5XB", "0.2"):
