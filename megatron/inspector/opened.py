@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from megatron.core.distributed.fsdp.experimental.checkpoint.boxes import slabs
 from megatron.core.distributed.fsdp.experimental.checkpoint.errors import CheckpointError
+from megatron.core.distributed.fsdp.experimental.checkpoint.folder import METADATA, iteration_folder, read_latest
 from megatron.core.distributed.fsdp.experimental.checkpoint.reader import (
     load_entry,
     load_metadata,
@@ -23,7 +23,6 @@ from megatron.core.distributed.fsdp.experimental.checkpoint.reader import (
 )
 from megatron.core.distributed.fsdp.experimental.layout import Box
 
-_LATEST = "latest_checkpointed_iteration.txt"
 # Larger slabs are not read faster, and of a command's memory several slabs and what is computed from them live at once.
 _MAX_SLAB_BYTES = 16 << 20
 _SLABS_IN_MEMORY = 8
@@ -76,14 +75,15 @@ class Checkpoint:
 
     def _check_streamable(self, key: str, entry: TensorStorageMetadata) -> None:
         for chunk in entry.chunks:
-            needed = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+            # The bytes of the file, and the tensor that torch makes of them.
+            needed = 2 * math.prod(chunk.sizes) * entry.properties.dtype.itemsize
             if needed <= self._max_memory:
                 continue
             with open_item(self.folder, self.metadata, MetadataIndex(key, chunk.offsets)) as item:
                 if not item.is_plain():
                     raise CheckpointError(
                         f"{key}: expected a chunk that can be read in parts or fits --max-memory {self._max_memory}, "
-                        f"got {needed} bytes of a quantised, strided or compressed tensor. Raise --max-memory."
+                        f"got {needed} bytes for a quantised, strided or compressed tensor. Raise --max-memory."
                     )
 
 
@@ -100,10 +100,7 @@ def latest_in(folder: Path) -> Path:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected the folder of a checkpoint, got no folder.")
-    tracker = folder / _LATEST
-    if (folder / ".metadata").exists() or not tracker.exists():
+    if (folder / METADATA).exists():
         return folder
-    text = tracker.read_text(errors="replace").strip()
-    if text != "release" and not re.fullmatch(r"\d+", text):
-        raise CheckpointError(f"{tracker}: expected an iteration, got {text[:40]!r}. Name a checkpoint's own folder.")
-    return folder / (text if text == "release" else f"iter_{int(text):07d}")
+    iteration = read_latest(folder)
+    return folder if iteration is None else iteration_folder(folder, iteration)

@@ -331,5 +331,8 @@ def _is_contiguous(saved: _Described) -> bool:
 def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Say whether a tensor's memory can be read into as it is."""
     return type(target) in (torch.Tensor, torch.nn.Parameter) and (
-        target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous() and not target.is_conj()
+        target.dtype == dtype
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
     )
