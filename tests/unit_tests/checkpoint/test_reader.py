@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron.core.distributed.fsdp.experimental.checkpoint import records
 from megatron.core.distributed.fsdp.experimental.checkpoint.boxes import intersect, numel, overlap, slabs
@@ -25,6 +28,7 @@ from megatron.core.distributed.fsdp.experimental.checkpoint.reader import (
     tensor_entry,
 )
 from megatron.core.distributed.fsdp.experimental.layout import Box
+from tests.unit_tests.launch import lasting_mesh, run_ranks
 
 from .files import save, save_chunks, tensor_metadata, write_metadata
 
@@ -236,3 +240,61 @@ def test_slabs_and_overlaps_of_random_tensors() -> None:
         assert bool((counted == 1).all()) and overlap(found) is None
         if shape:
             assert overlap([*found, draw.choice(found)]) is not None
+
+
+def test_random_damage_is_always_our_error(tmp_path: Path) -> None:
+    state = {"w": torch.randn(6, 3), "t": torch.randn(3, 4).t(), "x": {"y": argparse.Namespace(a=1)}}
+    folder = save(tmp_path / "c", state)
+    draw = random.Random(0)
+    outcomes = []
+    for _ in range(300):
+        file = folder / draw.choice([".metadata", "__0_0.distcp"])
+        content = file.read_bytes()
+        at = draw.randrange(len(content))
+        middle = [bytes([content[at] ^ 1 << draw.randrange(8)]), b"", draw.randbytes(5)][draw.randrange(3)]
+        end = len(content) if draw.random() < 0.1 else at + 1
+        file.write_bytes(content[:at] + middle + content[end:])
+        try:
+            metadata = load_metadata(folder)
+            for key, entry in metadata.state_dict_metadata.items():
+                if isinstance(entry, TensorStorageMetadata):
+                    read_box(folder, metadata, key, [0] * len(entry.size), entry.size)
+                else:
+                    load_entry(folder, metadata, key)
+            outcomes.append("not seen: in a value, or in what nobody reads")
+        except CheckpointError:
+            outcomes.append("seen")
+        file.write_bytes(content)
+    assert outcomes.count("seen") > 150
+
+
+def _load_on_two_ranks(folder: Path) -> list[torch.Tensor]:
+    mesh = lasting_mesh((2,))
+    found = []
+    for placement in (Shard(0), Shard(1), Replicate()):
+        target = {"w": distribute_tensor(torch.zeros(5, 4), mesh, [placement])}
+        dcp.load(target, storage_reader=SafeReader(folder))
+        found.append(target["w"].full_tensor())
+    return found
+
+
+def test_ranks_read_their_parts(tmp_path: Path) -> None:
+    whole = torch.randn(5, 4)
+    save_chunks(tmp_path / "c", "w", whole, [((0, 0), (1, 4)), ((1, 0), (1, 3)), ((1, 3), (1, 1)), ((2, 0), (3, 4))])
+    for found in run_ranks(2, _load_on_two_ranks, tmp_path / "c"):
+        assert all(torch.equal(tensor, whole) for tensor in found)
+
+
+def _load_damaged(folder: Path) -> str:
+    target = {"w": distribute_tensor(torch.zeros(5, 4), lasting_mesh((2,)), [Shard(0)])}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(target, storage_reader=SafeReader(folder))
+    return str(caught.value)
+
+
+def test_damage_that_one_rank_meets_is_named_on_all(tmp_path: Path) -> None:
+    save_chunks(tmp_path / "c", "w", torch.randn(5, 4), [((0, 0), (3, 4)), ((3, 0), (2, 4))])
+    file = tmp_path / "c/__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-30])
+    for message in run_ranks(2, _load_damaged, tmp_path / "c"):
+        assert "w at (3, 0) in " in message and "the file is truncated" in message

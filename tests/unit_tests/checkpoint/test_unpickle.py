@@ -23,8 +23,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron.core.distributed.fsdp.experimental.checkpoint.errors import CheckpointError
+from megatron.core.distributed.fsdp.experimental.checkpoint.opcodes import check_opcodes, dotted_names
 from megatron.core.distributed.fsdp.experimental.checkpoint.reader import (
     SafeReader,
     load_entry,
@@ -189,3 +191,58 @@ def test_paths_outside_the_folder_are_refused(tmp_path: Path, path: str) -> None
     write_metadata(tmp_path / "c", metadata)
     with pytest.raises(CheckpointError, match=re.escape("a path outside the folder for w")):
         load_metadata(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("pickled", "text"),
+    [
+        (b"\x80\x04Nr\xff\xff\xff\x7f.", "claims more than"),  # a memo of 16 GiB
+        (b"\x80\x04\x96\xff\xff\xff\xff\x0f\0\0\0.", "unexpected opcode"),  # an array of 64 GiB
+        (b"\x80\x04X\xff\xff\xff\x7fab.", "claims more than"),
+        (b"\x80\x02ctorch\nSize", "claims more than"),
+        (b"\x80\x04N", "unexpected opcode b''"),
+    ],
+)
+def test_sizes_that_a_pickle_claims_are_not_believed(pickled: bytes, text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        unpickle_metadata(io.BytesIO(pickled), "file")
+
+
+def test_opcodes_of_honest_pickles_are_all_known() -> None:
+    value = [
+        None, True, 3, -300, 70000, 1 << 200, 1.5, "a" * 300, b"b", b"c" * 300, (1,) * 5, {1, 2}, frozenset([3]),
+        {"a": [(), (1, 2)]}, torch.Size([2]), torch.bfloat16, MetadataIndex("w", [1]), list(range(1000)),
+        [f"memo {number}" for number in range(300)],
+    ]  # fmt: skip
+    for protocol in (2, 3, 4, 5):
+        for part in (value, *value):
+            check_opcodes(pickle.dumps(part, protocol))
+
+
+def test_names_in_a_pickle() -> None:
+    assert dotted_names(pickle.dumps([torch.Size([1]), set], 2)) == {"torch.Size", "builtins.set"}
+    assert dotted_names(pickle.dumps([torch.Size([1]), set], 4)) == {"torch.Size", "builtins.set"}
+    assert dotted_names(pickle.dumps([set, "long text"], 4)[:-9]) == {"builtins.set"}
+    # Modules that were named before are taken from the memo.
+    names = {"torch.distributed.checkpoint.metadata.MetadataIndex", "torch.Size", "torch.float32"}
+    for protocol in (2, 4):
+        again = [MetadataIndex("w", [1]), "other", MetadataIndex("w", [1]), torch.float32]
+        assert dotted_names(pickle.dumps(again, protocol)) - {"copyreg._reconstructor", "builtins.object"} == names
+
+
+def test_metadata_by_megatron_core_with_the_plans_of_all_ranks() -> None:
+    index = MetadataIndex("w", [0])
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
+    data = TensorWriteData(chunk, TensorProperties(), torch.Size([2]))
+    plan = SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=data)])
+    metadata = Metadata({}, storage_data={})
+    metadata.all_local_plans = [plan]  # type: ignore[attr-defined]
+    read = unpickle_metadata(io.BytesIO(pickle.dumps(metadata)), "file")
+    assert read.all_local_plans == [plan]
+    # Older versions have classes of their own for both.
+    text = pickle.dumps(metadata, 2)
+    module = b"megatron.core.dist_checkpointing.strategies.torch\nMCore"
+    for name, owner in ((b"Metadata", b"metadata"), (b"SavePlan", b"planner")):
+        text = text.replace(b"torch.distributed.checkpoint." + owner + b"\n" + name + b"\n", module + name + b"\n")
+    assert text.count(b"MCore") == 2
+    assert unpickle_metadata(io.BytesIO(text), "file").all_local_plans == [plan]

@@ -166,6 +166,12 @@ def read_chunk(
     target: torch.Tensor,
 ) -> None:
     """Copy a box, in the chunk's coordinates, of a saved chunk into a tensor of its sizes, after checking the chunk."""
+    check_chunk(item, key, entry, chunk)
+    item.read(box, target, tuple(chunk.sizes))
+
+
+def check_chunk(item: Item, key: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> None:
+    """Raise CheckpointError unless a file's tensor has the dtype and the shape that the metadata gives the chunk."""
     saved = item.describe()
     # Megatron-core's torch_dist gives a stacked layer leading dims of 1 that its file does not have.
     if saved.dtype != entry.properties.dtype or _without_ones(saved.shape) != _without_ones(chunk.sizes):
@@ -173,7 +179,6 @@ def read_chunk(
             f"{key} at {tuple(chunk.offsets)}: expected {entry.properties.dtype} of {tuple(chunk.sizes)} by the "
             f"metadata, got {saved.dtype} of {saved.shape} in the file. They do not belong together: restore both."
         )
-    item.read(box, target, tuple(chunk.sizes))
 
 
 def load_entry(folder: str | os.PathLike[str], metadata: Metadata, key: str) -> object:

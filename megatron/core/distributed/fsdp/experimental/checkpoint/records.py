@@ -27,6 +27,7 @@ import torch
 
 from ..layout import Box
 from .errors import CheckpointError
+from .opcodes import check_opcodes
 from .unpickle import load_torch_file
 
 BLOCK_BYTES = 8 << 20
@@ -60,7 +61,8 @@ class _Slice(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence])
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = min(max(0, at), self._length)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
@@ -101,6 +103,8 @@ class _Rebuild:
     __slots__ = ()
 
     def __call__(self, storage: tuple[str, Any], offset: int, shape: Any, stride: Any, *rest: Any) -> _Described:
+        if not all(type(number) is int and number >= 0 for number in (offset, *shape, *stride)):
+            raise _NotPlainError
         # rest: requires_grad, hooks, then for version 3 a dtype, then flags such as "conjugated".
         dtypes = [value for value in (storage[1], *rest[2:]) if isinstance(value, torch.dtype)]
         if len(dtypes) != 1 or any(value for value in rest[2:] if not isinstance(value, torch.dtype)):
@@ -136,13 +140,17 @@ class Item:
         offset: the item's first byte.
         length: the item's bytes.
         where: names the key and the file in errors.
+
+    Attributes:
+        length: its bytes.
+        where: as given.
     """
 
     def __init__(self, file: BufferedReader, offset: int, length: int, where: str) -> None:
         self._file = file
         self._slice = _Slice(file, offset, length)
         self._offset = offset
-        self._where = where
+        self.where = where
         self._whole: torch.Tensor | None = None
         size = file.seek(0, io.SEEK_END)
         if size < offset + length:
@@ -150,12 +158,16 @@ class Item:
                 f"{where}: expected at least {offset + length} bytes, got {size}: the file is truncated. "
                 "Restore it, or load an earlier checkpoint."
             )
-        self._length = length
+        self.length = length
 
     def load(self) -> Any:
         """Return the whole item, as torch.load(weights_only=True) does."""
         self._slice.seek(0)
-        return load_torch_file(io.BytesIO(self._slice.read(self._length) or b""), self._where)
+        return load_torch_file(io.BytesIO(self._slice.read(self.length) or b""), self.where)
+
+    def is_plain(self) -> bool:
+        """Say whether boxes of it are read without the rest."""
+        return self._find() is not None
 
     def describe(self) -> _Plain:
         """Return the saved tensor's dtype and shape, and where it begins if it can be read in parts (else -1)."""
@@ -166,7 +178,7 @@ class Item:
             value = self.load()
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(
-                    f"{self._where}: expected a tensor, got {type(value).__name__}. The metadata and the file do not "
+                    f"{self.where}: expected a tensor, got {type(value).__name__}. The metadata and the file do not "
                     "belong together: restore both."
                 )
             self._whole = value
@@ -208,7 +220,7 @@ class Item:
             return zipfile.ZipFile(self._slice)
         except Exception as error:  # damaged archives raise anything
             raise CheckpointError(
-                f"{self._where}: expected a zip archive by torch.save, got what cannot be opened ({error}). "
+                f"{self.where}: expected a zip archive by torch.save, got what cannot be opened ({error}). "
                 "The file is damaged: restore it, or load an earlier checkpoint."
             ) from error
 
@@ -221,7 +233,9 @@ class Item:
             prefix = pickles[0].removesuffix("data.pkl")
             try:
                 order = self._record(names[prefix + "byteorder"]) if prefix + "byteorder" in names else b"little"
-                saved = _TensorUnpickler(io.BytesIO(self._record(names[pickles[0]]))).load()
+                pickled = self._record(names[pickles[0]])
+                check_opcodes(pickled)
+                saved = _TensorUnpickler(io.BytesIO(pickled)).load()
             except CheckpointError:
                 raise
             except Exception:  # whatever it is, torch's own loader decides, and says what is wrong with it
@@ -231,9 +245,9 @@ class Item:
             record = names.get(prefix + saved.record)
             if record is None or record.compress_type != zipfile.ZIP_STORED:
                 return None
-            if (saved.offset + math.prod(saved.shape)) * saved.dtype.itemsize > record.file_size or saved.offset < 0:
+            if (saved.offset + math.prod(saved.shape)) * saved.dtype.itemsize > record.file_size:
                 raise CheckpointError(
-                    f"{self._where}: expected {math.prod(saved.shape)} elements of {saved.dtype}, got a record of "
+                    f"{self.where}: expected {math.prod(saved.shape)} elements of {saved.dtype}, got a record of "
                     f"{record.file_size} bytes. The file is damaged: restore it, or load an earlier checkpoint."
                 )
             return _Plain(self._record_begin(record) + saved.offset * saved.dtype.itemsize, saved.dtype, saved.shape)
@@ -246,9 +260,9 @@ class Item:
         header = self._bytes(self._offset + info.header_offset, _LOCAL_HEADER.size).numpy().tobytes()
         signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
         begin: int = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
-        if signature != b"PK\3\4" or begin + info.compress_size > self._length:
+        if signature != b"PK\3\4" or begin + info.compress_size > self.length:
             raise CheckpointError(
-                f"{self._where}: expected record {info.filename} within the archive, got a damaged header. "
+                f"{self.where}: expected record {info.filename} within the archive, got a damaged header. "
                 "Restore the file, or load an earlier checkpoint."
             )
         return self._offset + begin
@@ -260,11 +274,13 @@ class Item:
 
     def _fill(self, buffer: torch.Tensor, begin: int) -> None:
         """Read the file from ``begin`` into a contiguous [n] uint8 tensor."""
-        self._file.seek(begin)
-        count = self._file.readinto(buffer.numpy().data)
+        end, count = self._offset + self.length, 0
+        if self._offset <= begin <= end:  # damaged archives lead anywhere
+            self._file.seek(begin)
+            count = self._file.readinto(buffer.numpy().data[: end - begin])
         if count != buffer.numel():
             raise CheckpointError(
-                f"{self._where}: expected {buffer.numel()} bytes at {begin}, got {count}: the file is truncated. "
+                f"{self.where}: expected {buffer.numel()} bytes at {begin}, got {count}: the file is truncated. "
                 "Restore it, or load an earlier checkpoint."
             )
 
@@ -315,5 +331,8 @@ def _is_contiguous(saved: _Described) -> bool:
 def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Say whether a tensor's memory can be read into as it is."""
     return type(target) in (torch.Tensor, torch.nn.Parameter) and (
-        target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous() and not target.is_conj()
+        target.dtype == dtype
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
     )

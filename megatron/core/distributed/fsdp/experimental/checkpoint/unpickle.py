@@ -10,12 +10,10 @@ import importlib
 import io
 import pathlib
 import pickle
-import pickletools
 import re
 import threading
 import types
 import zipfile
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
@@ -23,10 +21,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint import planner as dcp_planner
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 
 from .errors import CheckpointError
+from .opcodes import check_opcodes, dotted_names
 
+# Plans are there because megatron-core keeps those of all ranks in the metadata.
 _METADATA_CLASSES: tuple[type, ...] = (
     dcp_metadata.BytesStorageMetadata,
     dcp_metadata.ChunkStorageMetadata,
@@ -36,7 +37,13 @@ _METADATA_CLASSES: tuple[type, ...] = (
     dcp_metadata.TensorProperties,
     dcp_metadata.TensorStorageMetadata,
     dcp_metadata._MEM_FORMAT_ENCODING,
+    dcp_planner.BytesIOWriteData,
+    dcp_planner.SavePlan,
+    dcp_planner.TensorWriteData,
+    dcp_planner.WriteItem,
+    dcp_planner.WriteItemType,
     _StorageInfo,
+    _StoragePrefix,
 )
 # Values that cannot be changed, or types that the interpreter itself keeps from being changed.
 _METADATA_VALUES: dict[tuple[str, str], Any] = {
@@ -93,9 +100,10 @@ class _EnumMember:
     __slots__ = ()
 
     def __call__(self, owner: object, name: str) -> object:
-        if owner is not dcp_metadata._MEM_FORMAT_ENCODING:
-            raise pickle.UnpicklingError(f"getattr of {owner!r}")
-        return dcp_metadata._MEM_FORMAT_ENCODING[name]
+        for enum in (dcp_metadata._MEM_FORMAT_ENCODING, dcp_planner.WriteItemType):
+            if owner is enum:
+                return enum[name]
+        raise pickle.UnpicklingError(f"getattr of {owner!r}")
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
@@ -106,6 +114,9 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     },
     ("torch.serialization", "_get_layout"): _Layout(),
     ("builtins", "getattr"): _EnumMember(),
+    # Older versions of megatron-core have their own, with more attributes.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): dcp_metadata.Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): dcp_planner.SavePlan,
 }
 _METADATA_GLOBALS = {
     **{(cls.__module__, cls.__name__): cls for cls in _METADATA_CLASSES},
@@ -136,12 +147,17 @@ def unpickle_metadata(stream: BinaryIO, file: str) -> Any:
     Raises:
         CheckpointError: the pickle is damaged, or names a class that metadata has no use for.
     """
+    data = stream.read()
     before = [dict(vars(cls)) for cls in _METADATA_CLASSES]
     try:
-        value = _MetadataUnpickler(stream).load()
+        check_opcodes(data)
+        value = _MetadataUnpickler(io.BytesIO(data)).load()
     except _RefusedClassError as error:
         raise CheckpointError(_refused(file, str(error))) from None
     except Exception as error:  # damaged pickles raise anything
+        refused = dotted_names(data) - {f"{module}.{name}" for module, name in _METADATA_GLOBALS}
+        if refused:
+            raise CheckpointError(_refused(file, ", ".join(sorted(refused)))) from error
         raise CheckpointError(
             f"{file}: expected the metadata of a DCP checkpoint, got what cannot be unpickled "
             f"({type(error).__name__}: {error}). The file is damaged: restore it, or load an earlier checkpoint."
@@ -226,19 +242,7 @@ def _names(data: BinaryIO) -> set[str]:
         # torch can leave checksums out, as zero, which zipfile would take for damage.
         record.CRC = record.CRC or None  # type: ignore[assignment]
         pickled = archive.read(record)
-    found: set[str] = set()
-    strings: list[str] = []
-    for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name in ("GLOBAL", "INST"):
-            module, _, attribute = str(argument).partition(" ")
-            # Protocol 2 has the names of Python 2.
-            module, attribute = NAME_MAPPING.get((module, attribute), (module, attribute))
-            found.add(f"{IMPORT_MAPPING.get(module, module)}.{attribute}")
-        elif opcode.name == "STACK_GLOBAL":
-            found.add(".".join(strings[-2:]))
-        elif isinstance(argument, str):
-            strings.append(argument)
-    return found
+    return dotted_names(pickled)
 
 
 def _allowed(names: Iterable[str]) -> dict[str, Any]:
