@@ -20,16 +20,13 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs/cases.md"
 
 RUNTIME = "runtime"
-CHECKPOINTS = "checkpoints"
 LAYOUTS = "parallel layouts"
 SCOPES = {
     RUNTIME: "Every case has a test.",
-    CHECKPOINTS: "torch.distributed.checkpoint of sharded tensors is not supported yet.",
     LAYOUTS: "Tensor, expert and pipeline parallelism are not supported yet.",
 }
 
 _OTHER_OPERATIONS = "or use the parameter inside its unit's forward"
-_NO_CHECKPOINT = "expected a full tensor; sharded checkpoints"
 _NO_LAYOUT = "it does not compose with this parallelism"
 _DIAGNOSED = "a call that others do not make is diagnosed by MEGATRON_FSDP_CHECK_RANKS"
 
@@ -119,12 +116,12 @@ CASES = (
     Case(40, "silent", "norm and clipping read another gradient than the optimizer"),
     Case(43, "silent", "only one rank skips an overflowing step"),
     # Layout and views
-    Case(44, "silent", "uneven shards are saved as even ones", CHECKPOINTS, refused=_NO_CHECKPOINT),
-    Case(45, "silent", "padding shifts saved optimizer state", CHECKPOINTS, refused=_NO_CHECKPOINT),
+    Case(44, "silent", "uneven shards are saved as even ones"),
+    Case(45, "silent", "padding shifts saved optimizer state"),
     Case(48, "silent", "uneven shards gather into wrong tensors", note="gathering", refused=_OTHER_OPERATIONS),
     Case(50, "silent", "shards of parameters with more than two dims"),
     Case(52, "silent", "rows permuted under tensor parallelism", LAYOUTS, refused=_NO_LAYOUT),
-    Case(53, "silent", "fused tensors cut by shard borders", CHECKPOINTS, refused=_NO_CHECKPOINT),
+    Case(53, "silent", "fused tensors cut by shard borders"),
     # Ties, start values, hooks
     Case(
         55,
@@ -160,7 +157,7 @@ CASES = (
         note="no rows are fine; " + _DIAGNOSED,
     ),
     Case(75, "hang", "ranks call units in different orders", note=_DIAGNOSED),
-    Case(78, "hang", "ranks without shards save other state", CHECKPOINTS, refused=_NO_CHECKPOINT),
+    Case(78, "hang", "ranks without shards save other state"),
     Case(80, "hang", "ranks without elements leave early"),
     Case(82, "hang", "one rank alone inspects the model"),
     # Crashes
@@ -187,7 +184,7 @@ CASES = (
     Case(97, "crash", "buffers under mixed precision", note="buffers keep their dtype and are each rank's own"),
     Case(98, "crash", "frozen and trainable parameters in one unit"),
     Case(99, "crash", "scalars, empty parameters, containers", note="all but scalars", refused="got the scalar"),
-    Case(100, "crash", "a full state into an uneven model", CHECKPOINTS, refused="expected assign=False, got"),
+    Case(100, "crash", "a full state into an uneven model", refused="expected assign=False, got"),
     Case(
         102,
         "crash",
@@ -196,7 +193,7 @@ CASES = (
         refused="which belongs to no unit",
     ),
     Case(103, "crash", "gradients of another dtype than their parameters", note="cast by an adapted optimizer"),
-    Case(107, "crash", "tied names in checkpoints", CHECKPOINTS, refused=_NO_CHECKPOINT),
+    Case(107, "crash", "tied names in checkpoints"),
     Case(108, "crash", "calls by keyword or without tensors"),
     Case(
         109,

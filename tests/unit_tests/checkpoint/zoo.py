@@ -113,8 +113,11 @@ def tensors_by_name(model: Any, optimizer: Any) -> dict[str, tuple[Any, torch.Te
 
 
 def settings(optimizer: Any) -> list[dict[str, Any]]:
-    """Return what each group has besides parameters."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    """Return what each group has besides parameters; torch's own state dict functions make lists of tuples."""
+    return [
+        {key: tuple(value) if isinstance(value, list) else value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def everything(model: Any, optimizer: Any) -> dict[str, Any]:
