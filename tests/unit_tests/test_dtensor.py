@@ -134,9 +134,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "maximum_norm": lambda t: torch.linalg.vector_norm(t, float("inf")),
     "keyword_operand": lambda t: torch.add(t, other=torch.ones(t.shape)),
     "hook": lambda t: t.register_hook(lambda grad: None),
-    "checkpoint": lambda t: t.detach().__create_write_items__("w", t),
     "sum_with_gradient": lambda t: torch.enable_grad()(lambda: t.sum())(),
-    "checkpoint_load": lambda t: t.detach().__create_chunk_list__(),
 }
 
 

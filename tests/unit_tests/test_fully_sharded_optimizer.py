@@ -827,7 +827,7 @@ def _group_settings() -> None:
         torch.optim.AdamW([layer.weight for layer in chunk.module.net.layers]), optimizer_config(), None, None, [chunk]
     )
     before = by_name(together)
-    with pytest.raises(ValueError, match=r"expected equal settings within a parameter group, got .*layers\.1\.weight"):
+    with pytest.raises(ValueError, match=r"settings of a parameter group: expected equal ones .*layers\.1\.weight"):
         together.load_state_dict(saved)
     assert by_name(together) == before
 

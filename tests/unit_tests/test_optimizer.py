@@ -155,9 +155,9 @@ def _full_state() -> None:
     fully_shard_optimizer(torch.optim.AdamW(model.parameters())).load_state_dict(theirs.state_dict())
 
 
-def test_state_of_whole_tensors_is_refused() -> None:
+def test_state_without_names_is_refused() -> None:
     for message in run_ranks_expecting(2, ValueError, _full_state):
-        assert "expected a DTensor as state_dict() gives it, got a plain tensor of shape (7,)" in message
+        assert "expected 1 groups with this optimizer's parameters, got 1, none of which holds" in message
 
 
 def _plain_gradient() -> None:
