@@ -38,6 +38,7 @@ from megatron.core.distributed.fsdp.experimental import (
     grad_norm,
     microbatch,
 )
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_checkpoint import join_gated, model_keys
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     DistributedDataParallelConfig,
     check_ddp_config,
@@ -266,9 +267,23 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
     def sync_rng_states_across_tp_group(self) -> None:
         """Do nothing: tensor parallelism, whose ranks would have to agree, is refused."""
 
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """Return main weights and buffers as ``fsdp_dtensor`` checkpoints name them: ``module.`` before every name.
+
+        Gated linear units come as two tensors, ``..._w`` and ``..._v``. All share memory with the model, so that what
+        torch.distributed.checkpoint reads into them is loaded.
+        """
+        tensors = model_keys(self)
+        return {prefix + name: tensor if keep_vars else tensor.detach() for name, tensor in tensors.items()}
+
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Load sharded values in place; the next forward uses them."""
-        self.module.load_state_dict(state_dict, strict=strict)
+        """Load values in place, the next forward uses them: the module's own, or what a checkpoint was read into.
+
+        Args:
+            state_dict: of the wrapped module, or as `state_dict_for_save_checkpoint` names it.
+            strict: refuse missing and unexpected names.
+        """
+        self.module.load_state_dict(join_gated(state_dict, self), strict=strict)
 
 
 def _no_offload(method: str) -> NotImplementedError:

@@ -108,6 +108,32 @@ def optimizer_keys(optimizer: Any, chunk: MegatronModule) -> dict[str, StateByNa
     }
 
 
+def join_gated(state_dict: Mapping[str, Any], chunk: MegatronModule) -> dict[str, Any]:
+    """Return a state dict for the chunk's module: halves of gated linear units have been copied into the whole.
+
+    Args:
+        state_dict: of the module, or as `model_keys` names it.
+        chunk: wrapped by FSDP v2.
+    """
+    whole = {canonical_name(name): tensor for name, tensor in chunk.module.state_dict(keep_vars=True).items()}
+    halves = split_gated(whole, chunk.config)
+    found: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        short = canonical_name(name)
+        if short in whole or short not in halves:
+            found[short if name.startswith(_WRAPPER) else name] = value
+            continue
+        with torch.no_grad():
+            halves[short].copy_(value)
+        found[short[: -len("_w")]] = whole[short[: -len("_w")]].detach()
+    # A tied weight comes under one name.
+    for name, tensor in whole.items():
+        first = next((other for other in found if other in whole and whole[other] is tensor), None)
+        if name not in found and first is not None:
+            found[name] = found[first]
+    return found
+
+
 def find_model(chunk: MegatronModule, keys: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return what to read into a chunk, by the checkpoint's own keys; what it lacks, by ours."""
     there = _by_canonical_name(keys, MODEL)
