@@ -66,7 +66,7 @@ class FsdpContext:
         self._records: dict[int, UnitRecord] = {}
         self.is_implicit = False
         self._is_finalized = False
-        self.is_initializing = False
+        self.is_initializing = self._may_lack_values = False
         self._random_state: list[torch.Tensor] = []
         self._backward_tasks: set[int] = set()
         self.reductions = ReductionQueue(self.reduce_scatter_stream)
@@ -94,6 +94,7 @@ class FsdpContext:
                 "`with` block has ended. Shard all units before the first forward, in one fully_shard_context()."
             )
         self._registered.append(module)
+        self._may_lack_values = True
         if not self._random_state and any(group.lacks_values for group in module.parameter_groups):
             self._random_state = random_state(self.device)
         if record is not None:
@@ -134,8 +135,10 @@ class FsdpContext:
 
     def initialize_values(self) -> None:
         """Compute the initial values of parameters that were built on the meta device, if they are still missing."""
-        units = self.units()
-        if self.is_initializing or not any(group.lacks_values for unit in units for group in unit.parameter_groups):
+        if self.is_initializing or not self._may_lack_values:
+            return
+        self._may_lack_values = any(group.lacks_values for unit in self.units() for group in unit.parameter_groups)
+        if not self._may_lack_values:
             return
         self.is_initializing = True
         current = random_state(self.device)

@@ -7,6 +7,7 @@ from .checkpoint import CheckpointSaver, load_checkpoint, save_checkpoint
 from .errors import CheckpointError
 from .folder import committed_iterations, iteration_folder, keep_last, read_latest, write_latest
 from .optimizer_state import create_state, set_settings, set_state, settings_by_name, state_by_name
+from .planner import CompleteSavePlanner
 from .ranks import Ranks
 from .read import LoadReport, OpenCheckpoint
 from .write import write_checkpoint
@@ -15,6 +16,7 @@ __all__ = [
     "BackgroundWriter",
     "CheckpointError",
     "CheckpointSaver",
+    "CompleteSavePlanner",
     "LoadReport",
     "OpenCheckpoint",
     "Ranks",

@@ -152,6 +152,7 @@ class Item:
         self._offset = offset
         self.where = where
         self._whole: torch.Tensor | None = None
+        self._described: _Plain | None = None
         size = file.seek(0, io.SEEK_END)
         if size < offset + length:
             raise CheckpointError(
@@ -171,9 +172,11 @@ class Item:
 
     def describe(self) -> _Plain:
         """Return the saved tensor's dtype and shape, and where it begins if it can be read in parts (else -1)."""
-        plain = self._find()
-        if plain is not None:
-            return plain
+        if self._described is None:
+            self._described = self._find() or self._load_whole()
+        return self._described
+
+    def _load_whole(self) -> _Plain:
         if self._whole is None:
             value = self.load()
             if not isinstance(value, torch.Tensor):
