@@ -98,6 +98,18 @@ class _EnumMember:
         return dcp_metadata._MEM_FORMAT_ENCODING[name]
 
 
+class _Ignored:
+    """Stands for plans of the save, which megatron-core leaves in its metadata and nobody reads: keeps nothing."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: object, **kwargs: object) -> _Ignored:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
 _STAND_INS: dict[tuple[str, str], Any] = {
     **{
         (module, name): _PurePath()
@@ -107,7 +119,9 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _Layout(),
     ("builtins", "getattr"): _EnumMember(),
 }
+_PLANS = ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
 _METADATA_GLOBALS = {
+    **{("torch.distributed.checkpoint.planner", name): _Ignored for name in _PLANS},
     **{(cls.__module__, cls.__name__): cls for cls in _METADATA_CLASSES},
     **_METADATA_VALUES,
     **_STAND_INS,
