@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 
+from megatron.core import dist_checkpointing
 from megatron.core import optimizer as mcore_optimizer
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from tests.unit_tests import mcore
 from tests.unit_tests.launch import run_ranks
 
