@@ -9,30 +9,28 @@ It does not say which live groups and schedules get the settings in `TorchDistCh
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megatron.core.distributed.fsdp.experimental import FsdpDTensor
-from megatron.core.distributed.fsdp.experimental.checkpoint.boxes import intersect, numel, overlap, slabs
-from megatron.core.distributed.fsdp.experimental.checkpoint.errors import CheckpointError
-from megatron.core.distributed.fsdp.experimental.checkpoint.ranks import Ranks
-from megatron.core.distributed.fsdp.experimental.checkpoint.read import OpenCheckpoint, Verification
-from megatron.core.distributed.fsdp.experimental.checkpoint.reader import chunk_box, read_box
-from megatron.core.distributed.fsdp.experimental.checkpoint.unpickle import load_torch_file
-from megatron.core.distributed.fsdp.experimental.chunks import elements_at, owned_boxes
-from megatron.core.distributed.fsdp.experimental.layout import Box
+from megatron.core.distributed.fsdp.experimental.checkpoint import (
+    CheckpointError,
+    OpenCheckpoint,
+    Piece,
+    Ranks,
+    Verification,
+    is_whole,
+    load_torch_file,
+    read_pieces,
+)
 from megatron.core.distributed.fsdp.torch_dist_names import MASTERS, Place, TensorKeys, locate, sort_keys
 
 COMMON, CONFIG = "common.pt", "metadata.json"
 RESHARDABLE = "fully_reshardable"
-_BLOCK_NUMEL = 1 << 23
-"""Elements that are read at once."""
 _LISTED = 100
 """Problems that an error lists."""
 
@@ -107,13 +105,7 @@ class Report:
     unread: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Read:
-    """One target, and its places with the checkpoint's own keys in them."""
-
-    name: str
-    tensor: torch.Tensor
-    places: list[Place]
+_Target = tuple[torch.Tensor, list[Piece]]
 
 
 class TorchDistCheckpoint:
@@ -168,34 +160,12 @@ class TorchDistCheckpoint:
                 listed, and nothing has changed. Or a file is damaged in a way that its size does not show. On every
                 rank.
         """
-        reads: list[_Read] = []
+        targets: list[_Target] = []
         report = Report()
         with self._opened.ranks.together(self._what):
-            reads = _Plan(self._opened, self._keys, self.common, config).make(weights, states, report)
-        for item in reads:
-            if isinstance(item.tensor, FsdpDTensor):  # on every rank alike, whoever gets elements
-                item.tensor.geometry.notify_use(writes=True)
-        with self._opened.ranks.together(self._what), torch.no_grad():
-            for item in reads:
-                self._fill(item)
+            targets = _Plan(self._opened, self._keys, self.common, config).make(weights, states, report)
+        read_pieces(self._opened, targets)
         return report
-
-    def _fill(self, item: _Read) -> None:
-        for box, target in _local_parts(item.name, item.tensor):
-            for place in item.places:
-                region = _region(tuple(item.tensor.shape), place.half)
-                common = intersect(box, region)
-                for slab in [] if common is None else slabs(common.sizes, _BLOCK_NUMEL):
-                    assert common is not None
-                    begin = [first + more for first, more in zip(common.offsets, slab.offsets, strict=True)]
-                    view = target
-                    for dim, size in enumerate(slab.sizes):
-                        view = view.narrow(dim, begin[dim] - box.offsets[dim], size)
-                    leading = [each.index for each in place.leading]
-                    offsets = [at - first for at, first in zip(begin, region.offsets, strict=True)]
-                    sizes = [*[1] * len(leading), *slab.sizes]
-                    values = read_box(self.path, self._opened.metadata, place.key, [*leading, *offsets], sizes)
-                    view.copy_(values.view(slab.sizes))
 
 
 class _Plan:
@@ -203,26 +173,27 @@ class _Plan:
 
     def __init__(self, opened: OpenCheckpoint, keys: TensorKeys, common: Mapping[str, Any], config: Any) -> None:
         self._opened = opened
+        self._entries: Mapping[str, Any] = opened.metadata.state_dict_metadata
         self._keys = keys
         self._common = common
         self._config = config
         self._problems: list[str] = []
         self._used: set[str] = set()
-        self._is_whole: dict[str, bool] = {}
+        self._is_whole = cache(partial(is_whole, opened))  # stacked keys are asked for once for each layer
 
     def make(
         self,
         weights: Mapping[str, torch.Tensor],
         states: Mapping[str, Mapping[str, torch.Tensor]],
         report: Report,
-    ) -> list[_Read]:
+    ) -> list[_Target]:
         """Return what to read; raises one error for all problems."""
         if states:
             require_reshardable(self._opened.path, self._common)
-        reads = [self._weight(name, tensor, report) for name, tensor in weights.items()]
+        targets = [self._weight(name, tensor, report) for name, tensor in weights.items()]
         for name, slots in states.items():
             for slot, tensor in slots.items():
-                reads.append(self._find(name, tensor, self._keys.state.get(slot, {}), f"optimizer.state.{slot}."))
+                targets.append(self._find(name, tensor, self._keys.state.get(slot, {}), f"optimizer.state.{slot}."))
         self._check_rest(bool(states), report)
         if self._problems:
             count, shown = len(self._problems), "; ".join(self._problems[:_LISTED])
@@ -232,45 +203,46 @@ class _Plan:
                 f"{count} problems: {shown}{more}. Build the model that was saved, or use --no-load-optim if only the "
                 "optimizer differs."
             )
-        cast = [at.key for item in reads for at in item.places if self._entry(at.key)[1] != item.tensor.dtype]
+        cast = [piece.key for tensor, pieces in targets for piece in pieces if self._dtype(piece.key) != tensor.dtype]
         report.cast = list(dict.fromkeys(cast))
-        return reads
+        return targets
 
-    def _weight(self, name: str, tensor: torch.Tensor, report: Report) -> _Read:
-        if sharding_type(self._common) in (None, RESHARDABLE):
-            for slot in MASTERS:
-                keys = self._keys.state.get(slot, {})
-                places = [Place(keys[at.key], at.leading, at.half) for at in locate(name, keys)]
-                if places and not self._misfits(name, tensor, places):
-                    report.from_masters.append(name)
-                    in_model = locate(name, self._keys.model)
-                    self._used |= {at.key for at in places} | {self._keys.model[at.key] for at in in_model}
-                    return _Read(name, tensor, places)
+    def _weight(self, name: str, tensor: torch.Tensor, report: Report) -> _Target:
+        masters = MASTERS if sharding_type(self._common) in (None, RESHARDABLE) else ()
+        for slot in masters:
+            keys = self._keys.state.get(slot, {})
+            places = locate(name, keys)
+            if places and not self._misfits(name, tensor, places, keys):
+                report.from_masters.append(name)
+                self._used |= {self._keys.model[at.key] for at in locate(name, self._keys.model)}
+                return self._find(name, tensor, keys, f"optimizer.state.{slot}.")
         report.from_model.append(name)
         return self._find(name, tensor, self._keys.model, "")
 
-    def _find(self, name: str, tensor: torch.Tensor, keys: Mapping[str, str], prefix: str) -> _Read:
-        places = [Place(keys[at.key], at.leading, at.half) for at in locate(name, keys)]
+    def _find(self, name: str, tensor: torch.Tensor, keys: Mapping[str, str], prefix: str) -> _Target:
+        """Return where a target lies; note what is wrong with that."""
+        places = locate(name, keys)
         if not places:
             self._problems.append(f"{prefix}{name}: not in the checkpoint")
-        self._used |= {place.key for place in places}
-        self._problems += self._misfits(name, tensor, places)
-        return _Read(name, tensor, places)
+        self._used |= {keys[place.key] for place in places}
+        self._problems += self._misfits(name, tensor, places, keys)
+        return tensor, [_piece(place, keys, tuple(tensor.shape)) for place in places]
 
-    def _misfits(self, name: str, tensor: torch.Tensor, places: list[Place]) -> list[str]:
+    def _misfits(self, name: str, tensor: torch.Tensor, places: Sequence[Place], keys: Mapping[str, str]) -> list[str]:
         """Return what is wrong with the places of a target."""
         problems = []
         for place in places:
-            size, dtype = self._entry(place.key)
+            key, dtype = keys[place.key], self._dtype(keys[place.key])
             counts = [getattr(self._config, each.counts, None) for each in place.leading]
-            expected = (*counts, *_region(tuple(tensor.shape), place.half).sizes)
+            size = tuple(self._entries[key].size)
+            expected = (*counts, *_piece(place, keys, tuple(tensor.shape)).sizes(tensor.shape))
             if size != expected:
-                problems.append(f"{place.key}: expected shape {expected}, got {size}{_hint(name, size, expected)}")
+                problems.append(f"{key}: expected shape {expected}, got {size}{_hint(name, size, expected)}")
             elif dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
-                problems.append(f"{place.key}: expected {tensor.dtype}, got {dtype}")
-            elif not self._has_all(place.key):
-                problems.append(f"{place.key}: expected saved chunks that hold every element once, got others")
-        return list(dict.fromkeys(problems))
+                problems.append(f"{key}: expected {tensor.dtype}, got {dtype}")
+            elif not self._is_whole(key):
+                problems.append(f"{key}: expected saved chunks that hold every element once, got others")
+        return problems
 
     def _check_rest(self, reads_states: bool, report: Report) -> None:
         problems = dict.fromkeys(self._problems)  # stacked layers have theirs once for each layer
@@ -285,35 +257,18 @@ class _Plan:
         problems.update(dict.fromkeys(f"{key}: in the checkpoint, and not in the model or optimizer" for key in unread))
         self._problems = list(problems)
 
-    def _entry(self, key: str) -> tuple[tuple[int, ...], torch.dtype]:
-        entry = self._opened.metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata), "only tensors were sorted"
-        return tuple(entry.size), entry.properties.dtype
-
-    def _has_all(self, key: str) -> bool:
-        if key not in self._is_whole:
-            entry: Any = self._opened.metadata.state_dict_metadata[key]
-            boxes = [chunk_box(chunk) for chunk in entry.chunks]
-            self._is_whole[key] = sum(map(numel, boxes)) == math.prod(entry.size) and overlap(boxes) is None
-        return self._is_whole[key]
+    def _dtype(self, key: str) -> torch.dtype:
+        dtype: torch.dtype = self._entries[key].properties.dtype
+        return dtype
 
 
-def _local_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield the boxes of a target that lie on this rank, with their elements."""
-    if not isinstance(tensor, FsdpDTensor):
-        yield Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor
-        return
-    for box in owned_boxes(tensor.geometry):
-        index = MetadataIndex(name, torch.Size(box.offsets))
-        yield box, elements_at(tensor._local_tensor, tensor.geometry, index)
-
-
-def _region(shape: tuple[int, ...], half: int | None) -> Box:
-    """Return the rows of a target that a place holds."""
-    if half is None:
-        return Box((0,) * len(shape), shape)
-    rows = shape[0] // 2
-    return Box((half * rows, *[0] * (len(shape) - 1)), (rows, *shape[1:]))
+def _piece(place: Place, keys: Mapping[str, str], shape: tuple[int, ...]) -> Piece:
+    """Return a place of a target of `shape` as what can be read, under the checkpoint's own key."""
+    rows = None
+    if place.half is not None:
+        half = shape[0] // 2 if shape else 0
+        rows = range(place.half * half, (place.half + 1) * half)
+    return Piece(keys[place.key], tuple(each.index for each in place.leading), rows)
 
 
 def _hint(name: str, found: tuple[int, ...], expected: tuple[Any, ...]) -> str:

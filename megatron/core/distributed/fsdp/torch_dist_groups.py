@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.distributed.fsdp.experimental.checkpoint.errors import CheckpointError
+from megatron.core.distributed.fsdp.experimental.checkpoint import CheckpointError
 
 _TELLS_APART = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 """What megatron-core tells groups apart by, with the values of a group that does not say."""

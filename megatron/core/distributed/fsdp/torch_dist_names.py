@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from megatron.core.distributed.fsdp.experimental.checkpoint.errors import CheckpointError
+from megatron.core.distributed.fsdp.experimental.checkpoint import CheckpointError
 
 MASTERS = ("param", "fp32_param")
 """Slots of the optimizer's state that hold main weights."""
@@ -162,12 +162,12 @@ def _candidates(name: str) -> Iterator[Place]:
         places = [Place(spelling)]
         expert = _LOCAL_EXPERT.fullmatch(spelling) or _GROUPED_EXPERT.fullmatch(spelling)
         if expert:
-            leading = (Leading(int(expert["index"]), "num_moe_experts"),)
-            places.append(Place(f"{expert['start']}experts.{expert['rest']}", leading))
+            index = Leading(int(expert["index"]), "num_moe_experts")
+            places.append(Place(f"{expert['start']}experts.{expert['rest']}", (index,)))
         for place in places:
             yield place
             match = _LAYER.fullmatch(place.key)
             if match:
                 counts = "mtp_num_layers" if place.key.startswith("mtp.") else "num_layers"
-                leading = (Leading(int(match["index"]), counts), *place.leading)
-                yield Place(match["start"] + match["rest"], leading)
+                index = Leading(int(match["index"]), counts)
+                yield Place(match["start"] + match["rest"], (index, *place.leading))
