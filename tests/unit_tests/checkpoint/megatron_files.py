@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import queue
 from collections.abc import Iterator, Mapping
@@ -103,16 +104,21 @@ def build(source: Source) -> tuple[Any, Any, Any]:
     return model, chunk, optimizer
 
 
+def train(model: Any, chunk: Any, optimizer: Any, steps: int) -> None:
+    """Step an optimizer by random gradients, the same on all ranks, as after a reduction."""
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        chunk.zero_grad_buffer()
+        for parameter in model.parameters():
+            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+        optimizer.step()
+
+
 def _save(path: str, source: Source) -> list[tuple[str, str, torch.Size, int, torch.Tensor]]:
     mcore.start()
     with mcore.cpu_shim(), saving_on_cpu():
         model, chunk, optimizer = build(source)
-        for step in range(STEP):
-            generator = torch.Generator().manual_seed(step)  # the same on all ranks, as after a reduction
-            chunk.zero_grad_buffer()
-            for parameter in model.parameters():
-                parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
-            optimizer.step()
+        train(model, chunk, optimizer, STEP)
         sharded = model.sharded_state_dict(metadata=source.metadata)
         state = {
             "model": sharded,
@@ -130,10 +136,8 @@ def _save(path: str, source: Source) -> list[tuple[str, str, torch.Size, int, to
     return list(contents(model, optimizer))
 
 
-def arguments(source: Source) -> Any:
+def arguments(source: Source) -> argparse.Namespace:
     """Return what Megatron's training would have kept of its arguments."""
-    import argparse
-
     return argparse.Namespace(
         swiglu=source.swiglu, transformer_impl="local", num_layers=source.layers, bf16=source.is_mixed, fp16=False
     )
