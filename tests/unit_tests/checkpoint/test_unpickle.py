@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from megatron.core.distributed.fsdp.experimental.checkpoint.errors import CheckpointError
 from megatron.core.distributed.fsdp.experimental.checkpoint.reader import (
@@ -189,3 +190,20 @@ def test_paths_outside_the_folder_are_refused(tmp_path: Path, path: str) -> None
     write_metadata(tmp_path / "c", metadata)
     with pytest.raises(CheckpointError, match=re.escape("a path outside the folder for w")):
         load_metadata(tmp_path / "c")
+
+
+def test_plans_that_megatron_core_leaves_in_metadata_are_skipped() -> None:
+    item = WriteItem(MetadataIndex("w"), WriteItemType.BYTE_IO)
+    metadata = Metadata({}, storage_data={})
+    metadata.all_local_plans = [SavePlan([item], planner_data=print)]  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match=r"names (builtins|__builtin__)\.print"):
+        unpickle_metadata(io.BytesIO(pickle.dumps(metadata)), "file")
+    metadata.all_local_plans = [SavePlan([item])]  # type: ignore[attr-defined]
+    found = unpickle_metadata(io.BytesIO(pickle.dumps(metadata)), "file")
+    assert not isinstance(found.all_local_plans[0], SavePlan) and not hasattr(found.all_local_plans[0], "__dict__")
+
+
+def test_classes_that_stand_for_plans_cannot_be_changed() -> None:
+    changes_the_class = b"\x80\x02ctorch.distributed.checkpoint.planner\nSavePlan\n}X\x01\x00\x00\x00aK\x01sb."
+    with pytest.raises(CheckpointError, match="file: expected the metadata"):
+        unpickle_metadata(io.BytesIO(changes_the_class), "file")

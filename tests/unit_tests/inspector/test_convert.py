@@ -214,6 +214,42 @@ def test_weights_only(sources: dict[str, tuple[Path, Path, Truth]], tmp_path: Pa
     assert "optimizer" not in torch.load(tmp_path / "dist/common.pt", weights_only=False)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [
+        ("local", "decoder.layers.{}.input_layernorm.weight"),
+        ("transformer_engine", "decoder.layers.{}.self_attention.linear_qkv.layer_norm_weight"),
+    ],
+)
+def test_layer_norms_have_the_names_of_the_layers(tmp_path: Path, implementation: str, name: str) -> None:
+    value = torch.randn(2, 4)
+    source = _torch_dist(tmp_path / "c", {"decoder.layers.self_attention.linear_qkv.layer_norm_weight": value}, {})
+    _convert(source, tmp_path / "out", "--to", "fsdp_dtensor", "--transformer-impl", implementation)
+    metadata = load_metadata(tmp_path / "out")
+    assert metadata.state_dict_metadata.keys() == {f"model.module.{name.format(layer)}" for layer in range(2)}
+    for layer in range(2):
+        key = f"model.module.{name.format(layer)}"
+        assert torch.equal(read_box(tmp_path / "out", metadata, key, (0,), (4,)), value[layer])
+
+
+def test_decoupled_learning_rates_are_those_of_embedding_and_head(tmp_path: Path) -> None:
+    groups = [{"wd_mult": wd, "is_decoupled_lr": is_it, "lr": lr} for wd, is_it, lr in ((1, True, 3), (1, False, 2))]
+    groups.append({"wd_mult": 0.0, "is_decoupled_lr": False, "lr": 1, "step": 5})
+    names_and_rates = {"embedding.word_embeddings.weight": 3, "a.weight": 2, "a.bias": 1}
+    tensors = {
+        f"{start}{key}": torch.ones(4) if key == "a.bias" else torch.ones(4, 2)
+        for key in names_and_rates
+        for start in ("", "optimizer.state.exp_avg.")
+    }
+    source = _torch_dist(tmp_path / "c", tensors, {"optimizer": {"optimizer": {"param_groups": groups}}})
+    _convert(source, tmp_path / "out", "--to", "fsdp_dtensor")
+    metadata = load_metadata(tmp_path / "out")
+    for name, rate in names_and_rates.items():
+        start = f"optimizer.param_to_group_meta.module.module.module.{name}"
+        assert load_entry(tmp_path / "out", metadata, f"{start}.lr") == rate
+    assert load_entry(tmp_path / "out", metadata, f"{start}.step") == 5, "of a group, as TransformerEngine counts"
+
+
 def test_no_part_is_larger_than_memory_allows(
     sources: dict[str, tuple[Path, Path, Truth]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
