@@ -157,5 +157,5 @@ def test_which_weights_are_gated(name: str, is_gated: bool) -> None:
     class Config:
         gated_linear_unit = True
 
-    assert names._is_gated(name, Config()) is is_gated
-    assert not names._is_gated(name, object())
+    assert names.is_gated(name, Config()) is is_gated
+    assert not names.is_gated(name, object())

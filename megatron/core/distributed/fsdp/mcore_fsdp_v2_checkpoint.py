@@ -24,7 +24,7 @@ from megatron.core.distributed.fsdp.experimental import CheckpointError, FsdpDTe
 
 MODEL, STATE, SETTINGS = "model.", "optimizer.state.", "optimizer.param_to_group_meta."
 _WRAPPER = "module."
-_MODEL_WRAPPERS, _OPTIMIZER_WRAPPERS = _WRAPPER, 3 * _WRAPPER
+MODEL_WRAPPERS, OPTIMIZER_WRAPPERS = _WRAPPER, 3 * _WRAPPER
 _EXTRA_STATE = "_extra_state"
 _GATED = re.compile(
     r"(?:.*\.)?mlp\.(?:shared_experts\.|experts\.(?:local_experts\.\d+\.)?)?linear_fc1\.(?:weight|bias)\d*"
@@ -60,7 +60,7 @@ def split_gated(named: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Return tensors by name with those of gated linear units as two; others as they are."""
     found: dict[str, Any] = {}
     for name, value in named.items():
-        if isinstance(value, FsdpDTensor) and _is_gated(name, config):
+        if isinstance(value, FsdpDTensor) and is_gated(name, config):
             half = value.shape[0] // 2
             found[f"{name}_w"], found[f"{name}_v"] = rows_of(value, 0, half), rows_of(value, half, 2 * half)
         else:
@@ -74,21 +74,22 @@ def split_gated_states(states: Mapping[str, Mapping[str, Any]], config: Any) -> 
     for name, values in states.items():
         for key, value in values.items():
             parts = split_gated({name: value}, config)
-            if _is_gated(name, config) and not isinstance(value, FsdpDTensor):
+            if is_gated(name, config) and not isinstance(value, FsdpDTensor):
                 parts = {f"{name}_w": value, f"{name}_v": value}
             for part, tensor in parts.items():
                 found.setdefault(part, {})[key] = tensor
     return found
 
 
-def _is_gated(name: str, config: Any) -> bool:
+def is_gated(name: str, config: Any) -> bool:
+    """Return whether a parameter holds the two matrices of a gated layer, if a config says that there are such."""
     return bool(getattr(config, "gated_linear_unit", False) and _GATED.fullmatch(name))
 
 
 def model_keys(chunk: MegatronModule) -> dict[str, torch.Tensor]:
     """Return a chunk's tensors by the keys that a checkpoint has for them, without ``model.``."""
     tensors = split_gated(model_tensors(chunk), chunk.config)
-    return {_MODEL_WRAPPERS + name: tensor for name, tensor in tensors.items()}
+    return {MODEL_WRAPPERS + name: tensor for name, tensor in tensors.items()}
 
 
 def optimizer_keys(optimizer: Any, chunk: MegatronModule) -> dict[str, StateByName]:
@@ -100,9 +101,9 @@ def optimizer_keys(optimizer: Any, chunk: MegatronModule) -> dict[str, StateByNa
         for name, values in split_gated_states(states, chunk.config).items()
     }
     return {
-        "state": {_OPTIMIZER_WRAPPERS + name: values for name, values in tensors.items() if values},
+        "state": {OPTIMIZER_WRAPPERS + name: values for name, values in tensors.items() if values},
         "param_to_group_meta": {
-            _OPTIMIZER_WRAPPERS + canonical_name(name): settings
+            OPTIMIZER_WRAPPERS + canonical_name(name): settings
             for name, settings in found["param_to_group_meta"].items()
         },
     }
@@ -138,7 +139,7 @@ def find_model(chunk: MegatronModule, keys: Iterable[str]) -> dict[str, torch.Te
     """Return what to read into a chunk, by the checkpoint's own keys; what it lacks, by ours."""
     there = _by_canonical_name(keys, MODEL)
     tensors = split_gated(model_tensors(chunk), chunk.config)
-    return {there.get(name, MODEL + _MODEL_WRAPPERS + name): tensor for name, tensor in tensors.items()}
+    return {there.get(name, MODEL + MODEL_WRAPPERS + name): tensor for name, tensor in tensors.items()}
 
 
 def find_optimizer(optimizer: Any, chunk: MegatronModule, keys: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -151,7 +152,7 @@ def find_optimizer(optimizer: Any, chunk: MegatronModule, keys: Iterable[str]) -
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
                 place = f"{name}.{key}"
-                found[there.get(place, STATE + _OPTIMIZER_WRAPPERS + place)] = value
+                found[there.get(place, STATE + OPTIMIZER_WRAPPERS + place)] = value
     return found
 
 

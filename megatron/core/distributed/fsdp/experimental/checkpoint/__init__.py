@@ -7,9 +7,11 @@ from .checkpoint import CheckpointSaver, load_checkpoint, save_checkpoint
 from .errors import CheckpointError
 from .folder import committed_iterations, iteration_folder, keep_last, read_latest, write_latest
 from .optimizer_state import create_state, set_settings, set_state, settings_by_name, state_by_name
+from .pieces import Piece, is_whole, read_pieces
 from .planner import CompleteSavePlanner
 from .ranks import Ranks
-from .read import LoadReport, OpenCheckpoint
+from .read import LoadReport, OpenCheckpoint, Verification
+from .unpickle import load_torch_file
 from .write import write_checkpoint
 
 __all__ = [
@@ -19,13 +21,18 @@ __all__ = [
     "CompleteSavePlanner",
     "LoadReport",
     "OpenCheckpoint",
+    "Piece",
     "Ranks",
+    "Verification",
     "committed_iterations",
     "create_state",
+    "is_whole",
     "iteration_folder",
     "keep_last",
     "load_checkpoint",
+    "load_torch_file",
     "read_latest",
+    "read_pieces",
     "save_checkpoint",
     "set_settings",
     "set_state",
