@@ -135,6 +135,11 @@ REQUIREMENTS = (
     ),
     _R(("--ddp-bucket-size",), "--overlap-grad-reduce", lambda a: a.overlap_grad_reduce),
     _R(SAVE_FLAGS, "--save", lambda a: a.save),
+    _R(
+        ("--async-save", "--keep-last", "--no-save-rng"),
+        "--use-megatron-fsdp-v2 (megatron-core's DDP saves at once, without random number generators)",
+        lambda a: a.use_megatron_fsdp_v2,
+    ),
     _R(LOAD_FLAGS, "--load", lambda a: a.load),
     _R(("--ckpt-format",), "--save or --load", lambda a: a.save or a.load),
     _R(("--tensorboard-log-interval",), "--tensorboard-dir", lambda a: a.tensorboard_dir),

@@ -1,0 +1,180 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""A run's state in Megatron's ``fsdp_dtensor`` format, and back; which keys a model has is not said here."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megatron.core import tensor_parallel
+from megatron.core.distributed.fsdp import mcore_fsdp_v2_checkpoint as names
+from megatron.core.distributed.fsdp.experimental.checkpoint import (
+    CheckpointError,
+    OpenCheckpoint,
+    Ranks,
+    Verification,
+)
+
+if TYPE_CHECKING:
+    from megatron.pretrain.training import TrainState
+
+VERSION = 3.0
+_ARGS, _ITERATION, _SCHEDULER = "args", "iteration", "opt_param_scheduler."
+_RNG = "rng_state.(0, 0)."
+
+
+def collect(state: TrainState, iteration: int, rank: int) -> dict[str, Any]:
+    """Return what is written: the same keys on every rank, but for its own random number generators.
+
+    Args:
+        state: The run.
+        iteration: The last one that has been trained.
+        rank: This rank.
+    """
+    args = state.args
+    collected: dict[str, Any] = {
+        "model": names.model_keys(state.model),
+        _ARGS: plain_arguments(args, iteration),
+        "checkpoint_version": VERSION,
+        _ITERATION: iteration,
+        "num_floating_point_operations_so_far": 0,
+    }
+    if not args.no_save_optim:
+        collected["optimizer"] = names.optimizer_keys(state.optimizer, state.model)
+        collected[_SCHEDULER.rstrip(".")] = state.scheduler.state_dict()
+    if not args.no_save_rng:
+        collected["rng_state"] = {"(0, 0)": {str(rank): _rng_state()}}
+    return collected
+
+
+def plain_arguments(args: argparse.Namespace, iteration: int) -> argparse.Namespace:
+    """Return the arguments as values that any reader takes, with Megatron's count of samples."""
+    plain = {
+        name: value
+        for name, value in vars(args).items()
+        if isinstance(value, (bool, int, float, str, list, type(None)))
+    }
+    return argparse.Namespace(**plain, consumed_train_samples=iteration * args.global_batch_size)
+
+
+class FsdpDtensorSource:
+    """A checkpoint that a run goes on from.
+
+    Args:
+        path: Its folder.
+        ranks: All ranks, each of which makes one.
+        verify: Compare sizes, or checksums too.
+
+    Attributes:
+        iteration: The last one that had been trained, or None if it does not say.
+        arguments: Of the run that saved it, or None.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks, verify: Verification) -> None:
+        self.path = path
+        self._ranks = ranks
+        self._opened = OpenCheckpoint(path, ranks, verify)
+        found = self._opened.objects(key for key in (_ITERATION, _ARGS) if key in self._opened.keys)
+        self.iteration: Any = found.get(_ITERATION)
+        self.arguments: Any = found.get(_ARGS)
+
+    def load(self, state: TrainState, *, loads_optimizer: bool, loads_rng: bool) -> None:
+        """Read into a run.
+
+        Raises:
+            CheckpointError: It is one of another model, optimizer or schedule; on every rank.
+        """
+        opened = self._opened
+        others = {key for key in opened.keys if not opened.is_tensor(key) or names.is_extra_state(key)}
+        others |= set(_begin_with(opened.keys, _RNG.partition(".")[0]))
+        with self._ranks.together(f"load of {self.path}"):
+            tensors = names.find_model(state.model, opened.keys)
+            if loads_optimizer:
+                tensors |= names.find_optimizer(state.optimizer, state.model, opened.keys)
+            else:
+                others |= set(_begin_with(opened.keys, names.STATE))
+        opened.check(tensors, strict=True, others=others)
+        settings = opened.objects(names.settings_keys(opened.keys) if loads_optimizer else ())
+        schedule = opened.objects(_begin_with(opened.keys, _SCHEDULER) if loads_optimizer else ())
+        opened.read(tensors)
+        with self._ranks.together(f"load of {self.path}"):
+            if loads_optimizer:
+                names.load_settings(state.optimizer, state.model, settings)
+                saved = {key.removeprefix(_SCHEDULER): value for key, value in schedule.items()}
+                load_schedule(state.scheduler, saved, self.path)
+        if loads_rng:
+            self._load_rng()
+
+    def _load_rng(self) -> None:
+        """Give this rank the generators of the rank of its number, or those of the first one."""
+        opened = self._opened
+        mine = _begin_with(opened.keys, f"{_RNG}{self._ranks.index}.") or _begin_with(opened.keys, f"{_RNG}0.")
+        tensors = {key: torch.empty(_size(opened, key), dtype=torch.uint8) for key in mine if opened.is_tensor(key)}
+        opened.read(tensors)
+        found = {**tensors, **opened.objects(key for key in mine if not opened.is_tensor(key))}
+        found = {key.removeprefix(_RNG).partition(".")[2]: value for key, value in found.items()}
+        with self._ranks.together(f"load of {self.path}"):
+            if not mine:
+                raise CheckpointError(
+                    f"load of {self.path}: expected states of random number generators, got none. Use --no-load-rng."
+                )
+            _set_rng_state(found)
+
+
+def load_schedule(scheduler: Any, saved: dict[str, Any], path: Path) -> None:
+    """Give the learning rate schedule what a checkpoint holds of it.
+
+    Raises:
+        CheckpointError: There is nothing, or it is another schedule than that of the flags.
+    """
+    if not saved:
+        raise CheckpointError(f"load of {path}: expected the learning rate schedule, got none. Use --no-load-optim.")
+    try:
+        scheduler.load_state_dict(saved)
+    except AssertionError as error:
+        raise CheckpointError(
+            f"load of {path}: {error}. Give the flags of the run that saved it, --override-opt_param-scheduler or "
+            "--use-checkpoint-opt_param-scheduler."
+        ) from error
+
+
+def _rng_state() -> dict[str, Any]:
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+
+
+def _set_rng_state(found: dict[str, Any]) -> None:
+    random.setstate(_tupled(found["random_rng_state"]))
+    np.random.set_state(found["np_rng_state"])
+    torch.set_rng_state(found["torch_rng_state"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda_rng_state"])
+    tracker = "rng_tracker_states."
+    states = {key.removeprefix(tracker): value for key, value in found.items() if key.startswith(tracker)}
+    if states:
+        tensor_parallel.get_cuda_rng_tracker().set_states(states)
+
+
+def _begin_with(keys: Iterable[str], prefix: str) -> list[str]:
+    return [key for key in keys if key.startswith(prefix)]
+
+
+def _size(opened: OpenCheckpoint, key: str) -> torch.Size:
+    entry: Any = opened.metadata.state_dict_metadata[key]
+    return torch.Size(entry.size)
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, (tuple, list)) else value

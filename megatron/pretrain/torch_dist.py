@@ -1,0 +1,133 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""megatron-core's own ``torch_dist`` format: written by runs with its DDP, read into runs with Megatron-FSDP v2."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.distributed.fsdp import mcore_fsdp_v2_checkpoint as names
+from megatron.core.distributed.fsdp.experimental.checkpoint import CheckpointError, Ranks, Verification
+from megatron.core.distributed.fsdp.torch_dist_checkpoint import TorchDistCheckpoint
+from megatron.core.distributed.fsdp.torch_dist_groups import match_groups, saved_groups
+from megatron.pretrain.fsdp_dtensor import VERSION, load_schedule, plain_arguments
+
+if TYPE_CHECKING:
+    from megatron.pretrain.training import TrainState
+
+_METADATA = {"chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": "fully_reshardable"}
+
+
+class TorchDistSource:
+    """A checkpoint that a run goes on from; random number generators are not taken from it.
+
+    Args:
+        path: Its folder.
+        ranks: All ranks, each of which makes one.
+        verify: Compare sizes, or checksums too where there are some.
+
+    Attributes:
+        iteration: The last one that had been trained, or None if it does not say.
+        arguments: Of the run that saved it, or None.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks, verify: Verification) -> None:
+        self.path = path
+        self._ranks = ranks
+        self._saved = TorchDistCheckpoint(path, ranks, verify)
+        self.iteration: Any = self._saved.common.get("iteration")
+        self.arguments: Any = self._saved.common.get("args")
+
+    def load(self, state: TrainState, *, loads_optimizer: bool, loads_rng: bool) -> None:
+        """Read into a run.
+
+        Raises:
+            CheckpointError: It is one of another model, optimizer or schedule, or its generators are asked for; on
+                every rank.
+        """
+        chunk, common = state.model, self._saved.common
+        states: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        with self._ranks.together(f"load of {self.path}"):
+            if loads_rng:
+                raise CheckpointError(
+                    f"load of {self.path}: expected --no-load-rng, since generators of another wrapper's run mean "
+                    "nothing here, got a run without it. Add the flag."
+                )
+            if loads_optimizer:
+                groups = match_groups(saved_groups(common), state.optimizer.param_groups)
+                found = state.optimizer.sharded_state_dict({}, is_loading=True)["state"]
+                states = {names.canonical_name(name): _moments(values) for name, values in found.items()}
+        self._saved.read(names.model_tensors(chunk), states, chunk.config)
+        with self._ranks.together(f"load of {self.path}"):
+            if loads_optimizer:
+                _set_groups(state.optimizer, groups)
+                load_schedule(state.scheduler, dict(common.get("opt_param_scheduler") or {}), self.path)
+
+
+def _moments(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != "step"}
+
+
+def _set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    """Give the groups their settings, and each parameter's state its step."""
+    base = optimizer.optimizer
+    for live, saved in zip(base.param_groups, groups, strict=True):
+        step = saved.pop("step", None)
+        live.update(saved)
+        if step is None:
+            continue
+        if "step" in live:
+            live["step"] = step
+        for parameter in live["params"]:
+            if "step" in base.state.get(parameter, {}):
+                base.state[parameter]["step"].fill_(step)
+
+
+def write_torch_dist(
+    state: TrainState, iteration: int, path: Path, ranks: Ranks, after_commit: Callable[[], None]
+) -> None:
+    """Write a checkpoint of a run with megatron-core's DDP; `path` appears when it is complete.
+
+    Raises:
+        CheckpointError: It cannot be written; on every rank.
+    """
+    staging = path.with_name(f"{path.name}.incomplete-0")
+    ranks.first(lambda: _make_empty(staging), f"save of {path}")
+    with ranks.together(f"save of {path}"):
+        model = state.model.sharded_state_dict(metadata=_METADATA)
+        sharded = {
+            "model": model,
+            "args": plain_arguments(state.args, iteration),
+            "checkpoint_version": VERSION,
+            "iteration": iteration,
+            "num_floating_point_operations_so_far": 0,
+        }
+        if not state.args.no_save_optim:
+            sharded["optimizer"] = state.optimizer.sharded_state_dict(model, metadata=_METADATA)
+            sharded["opt_param_scheduler"] = state.scheduler.state_dict()
+        dist_checkpointing.save(sharded, str(staging), content_metadata=_METADATA)
+    ranks.first(lambda: _commit(staging, path), f"save of {path}")
+    ranks.first(after_commit, f"save of {path}")
+
+
+def _make_empty(staging: Path) -> None:
+    if importlib.util.find_spec("psutil") is None:
+        raise CheckpointError(
+            f"save of {staging}: expected the package psutil, which megatron-core's torch_dist writer needs, got a "
+            "Python without it. Run pip install psutil."
+        )
+    if staging.exists():
+        shutil.rmtree(staging)
+    staging.mkdir(parents=True)
+
+
+def _commit(staging: Path, path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+    staging.rename(path)
