@@ -6,7 +6,7 @@ Keys of a checkpoint:
 
     model.<fqn>                      tensors: main weights and buffers; a tied weight once
     optimizer.state.<fqn>.<name>     tensors: e.g. exp_avg; the step, where an optimizer keeps it by parameter
-    optimizer.settings               {fqn: settings of its group}
+    optimizer.settings               {fqn: settings of its group}, and states that are no tensors
     info, scheduler, extra           tied names and modules' extra states; the scheduler's state; the user's values
     rng.<rank>                       states of this rank's random number generators
 """
@@ -150,13 +150,20 @@ def load_checkpoint(
     """
     device = first_unit(model).context.device
     ranks = Ranks(device)
-    ranks.require_same(str(path), "path of load_checkpoint")
+    given: dict[str, object] = {
+        "optimizer": optimizer is not None,
+        "scheduler": scheduler is not None,
+        "restore_rng": restore_rng,
+    }
+    given |= {"sync_model_weights": sync_model_weights, "strict": strict, "verify": verify}
+    lines = [str(path), *(f"{name}={value}" for name, value in given.items())]
+    ranks.require_same("\n".join(lines), "arguments of load_checkpoint")
     load = Load(OpenCheckpoint(Path(path), ranks, verify), model, optimizer, scheduler)
+    generators = load_rng(load.opened) if restore_rng else None
     report = load.run(strict)
-    if restore_rng:
-        saved = load_rng(load.opened)
-        if saved is not None:
-            _set_rng(saved, device)
+    with ranks.together(f"load of {path}"):
+        if generators is not None:
+            _set_rng(generators, device)
     if sync_model_weights:
         _sync_model_weights(model)
     return report
@@ -177,9 +184,16 @@ def _collect(
                 name: {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
                 for name, values in by_name.items()
             }
+            values = {
+                name: {key: value for key, value in values.items() if not isinstance(value, torch.Tensor)}
+                for name, values in by_name.items()
+            }
             state["optimizer"] = {
                 "state": {name: values for name, values in tensors.items() if values},
-                "settings": Namespace(by_name=settings_by_name(optimizer, named)),
+                "settings": Namespace(
+                    by_name=settings_by_name(optimizer, named),
+                    values={name: of_one for name, of_one in values.items() if of_one},
+                ),
             }
         if scheduler is not None:
             state["scheduler"] = Namespace(state=scheduler.state_dict())
