@@ -22,12 +22,20 @@ from .read import LoadReport, OpenCheckpoint
 
 MODEL, STATE = "model.", "optimizer.state."
 SETTINGS, INFO, SCHEDULER, EXTRA, RNG = "optimizer.settings", "info", "scheduler", "extra", "rng."
+_FIELDS: dict[str, dict[str, type]] = {
+    INFO: {"aliases": dict, "extras": dict},
+    SETTINGS: {"by_name": dict, "values": dict},
+    SCHEDULER: {"state": object},
+    EXTRA: {"value": object},
+}
 
 
 def load_rng(opened: OpenCheckpoint) -> Any:
     """Return the generators' states of the rank of this number; None if it had none."""
     key = f"{RNG}{opened.ranks.index}"
-    return opened.objects([key] if key in opened.keys else []).get(key)
+    found = opened.objects([key] if key in opened.keys else [])
+    with opened.ranks.together(f"load of {opened.path}"):
+        return _with_fields(found, {key: {"python": tuple, "numpy": tuple, "torch": list}}).get(key)
 
 
 class Load:
@@ -55,9 +63,11 @@ class Load:
         keys += [SCHEDULER] if scheduler is not None else []
         self._wanted = [key for key in keys if key in opened.keys or key not in (INFO, EXTRA)]
         self._entries = opened.objects(key for key in self._wanted if key in opened.keys and not opened.is_tensor(key))
-        self._info = self._entries.get(INFO, Namespace(aliases={}, extras={}))
-        self._settings = self._entries.get(SETTINGS, Namespace(by_name={}, values={}))
-        self._saved_names = {name: self._saved_name(name) for name in self._state.tensors}
+        with self._together():
+            _with_fields(self._entries, _FIELDS)
+            self._info = self._entries.get(INFO, Namespace(aliases={}, extras={}))
+            self._settings = self._entries.get(SETTINGS, Namespace(by_name={}, values={}))
+            self._saved_names = {name: self._saved_name(name) for name in self._state.tensors}
 
     def run(self, strict: bool) -> LoadReport:
         """Check, then read.
@@ -71,14 +81,15 @@ class Load:
     def _run(self, strict: bool) -> LoadReport:
         tensors = {MODEL + name: tensor for name, tensor in self._state.tensors.items()}
         sources = {MODEL + name: MODEL + saved for name, saved in self._saved_names.items()}
-        states = self._optimizer_targets(sources)
-        merged = self._merged()
+        with self._together():
+            states = self._optimizer_targets(sources)
+            merged = self._merged()
+            missing, unexpected = self._differing_extras()
         checked = {**tensors, **states, **{alias: tensors[first] for alias, first in merged.items()}}
         self.opened.ranks.require_same(
             "\n".join(f"{key} {tuple(tensor.shape)} {tensor.dtype}" for key, tensor in sorted(checked.items())),
             "keys of load_checkpoint",
         )
-        missing, unexpected = self._differing_extras()
         report = self.opened.check(
             checked,
             sources=sources,
@@ -104,9 +115,10 @@ class Load:
     def _restoring(self) -> Iterator[None]:
         """Give optimizer and scheduler back what they held, if the load fails; tensors are not kept twice."""
         optimizer, scheduler = self._optimizer, self._scheduler
-        state = {} if optimizer is None else dict(optimizer.state)
-        settings = [] if optimizer is None else [copy.deepcopy(group_settings(g)) for g in optimizer.param_groups]
-        schedule = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+        with self._together():
+            state = {} if optimizer is None else dict(optimizer.state)
+            settings = [] if optimizer is None else [copy.deepcopy(group_settings(g)) for g in optimizer.param_groups]
+            schedule = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
         try:
             yield
         except BaseException:
@@ -234,6 +246,18 @@ class Load:
             module = self._taker(name)
             if module is not None:
                 module.set_extra_state(value)
+
+
+def _with_fields(entries: dict[str, Any], fields: Mapping[str, Mapping[str, type]]) -> dict[str, Any]:
+    """Return the entries, of which each has the fields that `save_checkpoint` gives it."""
+    for key, entry in entries.items():
+        for name, kind in fields[key].items():
+            if not isinstance(entry, Namespace) or name not in entry or not isinstance(vars(entry)[name], kind):
+                raise CheckpointError(
+                    f"{key}: expected a namespace with {name}, a {kind.__name__}, as save_checkpoint writes it, got "
+                    f"{entry!r:.80}. Load it with what wrote it."
+                )
+    return entries
 
 
 def _like(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
