@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import random
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def save_checkpoint(
     scheduler: Any = None,
     save_rng: bool = True,
     overwrite: bool = False,
+    after_commit: Callable[[], None] | None = None,
 ) -> None:
     """Write a checkpoint; every rank must call it. A failed save leaves `path`, and training, as they were.
 
@@ -55,6 +57,7 @@ def save_checkpoint(
         scheduler: an LR scheduler, or anything with ``state_dict()``.
         save_rng: keep each rank's random number generators.
         overwrite: replace a checkpoint that lies there, once the new one is on the disk.
+        after_commit: called on the first rank once the checkpoint is on the disk, e.g. to name it as the latest.
 
     Raises:
         CheckpointError: ranks disagree, or the files cannot be written, or a value could not be read back; on every
@@ -62,7 +65,7 @@ def save_checkpoint(
     """
     ranks = Ranks(first_unit(model).context.device)
     state = _collect(model, optimizer, path, ranks, extra, scheduler, save_rng)
-    write_checkpoint(state, Path(path), ranks, overwrite=overwrite)
+    write_checkpoint(state, Path(path), ranks, overwrite=overwrite, after_commit=after_commit)
 
 
 class CheckpointSaver:
@@ -88,8 +91,9 @@ class CheckpointSaver:
         scheduler: Any = None,
         save_rng: bool = True,
         overwrite: bool = False,
+        after_commit: Callable[[], None] | None = None,
     ) -> None:
-        """Begin to write a checkpoint; arguments as for `save_checkpoint`.
+        """Begin to write a checkpoint; arguments as for `save_checkpoint`. `after_commit` is called in another thread.
 
         Raises:
             CheckpointError: the save before has failed, or ranks disagree; on every rank. The new one is not begun.
@@ -98,6 +102,7 @@ class CheckpointSaver:
             lambda: _collect(self._model, optimizer, path, self._writer.ranks, extra, scheduler, save_rng),
             Path(path),
             overwrite=overwrite,
+            after_commit=after_commit,
         )
 
     def poll(self) -> None:
