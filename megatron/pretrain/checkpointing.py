@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 VERSION = 3.0
 _ARGS, _ITERATION, _SCHEDULER = "args", "iteration", "opt_param_scheduler."
 _RNG = "rng_state.(0, 0)."
+_BOUNDS = ("max_lr", "min_lr")
+"""Settings of a group of parameters that belong to the learning rate schedule."""
 
 
 class Checkpoints:
@@ -146,7 +148,14 @@ class Checkpoints:
         opened.read(tensors)
         with self._ranks.together(f"load of {opened.path}"):
             if loads_optimizer:
+                bounds = [
+                    {key: group[key] for key in _BOUNDS if key in group} for group in state.optimizer.param_groups
+                ]
                 names.load_settings(state.optimizer, state.model, settings)
+                if args.override_opt_param_scheduler:
+                    # megatron-core's scheduler would take those that the groups had when they were saved.
+                    for group, bound in zip(state.optimizer.param_groups, bounds, strict=True):
+                        group.update(bound)
                 self._load_schedule(state, {key.removeprefix(_SCHEDULER): value for key, value in schedule.items()})
         if loads_rng:
             self._load_rng()
