@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 VERSION = 3.0
 _ARGS, _ITERATION, _SCHEDULER = "args", "iteration", "opt_param_scheduler."
 _RNG = "rng_state.(0, 0)."
+_BOUNDS = ("max_lr", "min_lr")
+"""Settings of a group of parameters that belong to the learning rate schedule."""
 
 
 def collect(state: TrainState, iteration: int, rank: int) -> dict[str, Any]:
@@ -106,7 +109,8 @@ class FsdpDtensorSource:
         opened.read(tensors)
         with self._ranks.together(f"load of {self.path}"):
             if loads_optimizer:
-                names.load_settings(state.optimizer, state.model, settings)
+                with keeping_bounds(state):
+                    names.load_settings(state.optimizer, state.model, settings)
                 saved = {key.removeprefix(_SCHEDULER): value for key, value in schedule.items()}
                 load_schedule(state.scheduler, saved, self.path)
         if loads_rng:
@@ -126,6 +130,20 @@ class FsdpDtensorSource:
                     f"load of {self.path}: expected states of random number generators, got none. Use --no-load-rng."
                 )
             _set_rng_state(found)
+
+
+@contextmanager
+def keeping_bounds(state: TrainState) -> Iterator[None]:
+    """Keep the rates that the flags say, if they are to override the checkpoint's.
+
+    megatron-core's scheduler takes those that the groups of parameters had when they were saved.
+    """
+    groups = state.optimizer.param_groups
+    bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in groups]
+    yield
+    if state.args.override_opt_param_scheduler:
+        for group, bound in zip(groups, bounds, strict=True):
+            group.update(bound)
 
 
 def load_schedule(scheduler: Any, saved: dict[str, Any], path: Path) -> None:

@@ -15,7 +15,7 @@ from megatron.core.distributed.fsdp import mcore_fsdp_v2_checkpoint as names
 from megatron.core.distributed.fsdp.experimental.checkpoint import CheckpointError, Ranks, Verification
 from megatron.core.distributed.fsdp.torch_dist_checkpoint import TorchDistCheckpoint
 from megatron.core.distributed.fsdp.torch_dist_groups import match_groups, saved_groups
-from megatron.pretrain.fsdp_dtensor import VERSION, load_schedule, plain_arguments
+from megatron.pretrain.fsdp_dtensor import VERSION, keeping_bounds, load_schedule, plain_arguments
 
 if TYPE_CHECKING:
     from megatron.pretrain.training import TrainState
@@ -66,7 +66,8 @@ class TorchDistSource:
         self._saved.read(names.model_tensors(chunk), states, chunk.config)
         with self._ranks.together(f"load of {self.path}"):
             if loads_optimizer:
-                _set_groups(state.optimizer, groups)
+                with keeping_bounds(state):
+                    _set_groups(state.optimizer, groups)
                 load_schedule(state.scheduler, dict(common.get("opt_param_scheduler") or {}), self.path)
 
 

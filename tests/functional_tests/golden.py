@@ -12,6 +12,8 @@ must be equal to TOLERANCE: torch 2.11 differs from 2.13 by one last digit in 50
 import json
 import platform
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from .launch_script import Run, launch_once
 CPU_INFO = Path("/proc/cpuinfo")
 CASES = Path(__file__).parent / "test_cases" / "gpt"
 TOLERANCE = 1e-5
+_folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def case_names() -> list[str]:
@@ -31,11 +34,19 @@ def case_names() -> list[str]:
 
 def read_flags(name: str) -> tuple[tuple[str, ...], int]:
     """Return the flags of a case and its number of ranks."""
-    config = yaml.safe_load((CASES / name / "model_config.yaml").read_text())
+    config = _read_config(name)
+    return _words(config["MODEL_ARGS"]), config["NUM_RANKS"]
+
+
+def _read_config(name: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((CASES / name / "model_config.yaml").read_text()))
+
+
+def _words(flags: dict[str, Any]) -> tuple[str, ...]:
     words: list[str] = []
-    for flag, value in config["MODEL_ARGS"].items():
+    for flag, value in flags.items():
         words += [flag] if value is True else [flag, str(value)]
-    return tuple(words), config["NUM_RANKS"]
+    return tuple(words)
 
 
 def environment() -> dict[str, str]:
@@ -79,8 +90,24 @@ def compare(golden: dict[str, Any], found: dict[str, list[str]], here: dict[str,
 
 
 def run_case(name: str) -> Run:
-    flags, num_ranks = read_flags(name)
-    return launch_once(flags, num_ranks)
+    return launch_once((*read_flags(name)[0], *load_flags(name)), read_flags(name)[1])
+
+
+def load_flags(name: str) -> tuple[str, ...]:
+    """Return the flags by which a case with SAVED_BY goes on from what that run has saved, which is started first."""
+    saved_by = _read_config(name).get("SAVED_BY")
+    if saved_by is None:
+        return ()
+    return "--load", _save((*read_flags(name)[0], *_words(saved_by["MODEL_ARGS"])), saved_by["NUM_RANKS"])
+
+
+@cache
+def _save(flags: tuple[str, ...], num_ranks: int) -> str:
+    """Run the script to save; return the folder, which lasts as long as the process."""
+    folder = tempfile.TemporaryDirectory(prefix="fsdp-golden-")
+    _folders.append(folder)
+    launch_once((*flags, "--save", folder.name), num_ranks)
+    return folder.name
 
 
 def store(name: str) -> None:

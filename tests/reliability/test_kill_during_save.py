@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.distributed.fsdp.experimental.checkpoint import folder
 from megatron.core.distributed.fsdp.experimental.checkpoint.writer import CheckpointWriter
 from tests.reliability.kill_during_save import STEPS, Outcome, check, plan
-from tests.reliability.trainer import Life, initial_state, train_step
+from tests.reliability.trainer import Life, expected_entries, expected_generator
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -37,9 +38,9 @@ def test_fifty_kills_come_at_every_step_and_moment() -> None:
 
 def _save(save_dir: Path, iteration: int, state_of: int) -> None:
     """Save for `iteration` what a rank has after `state_of` iterations."""
-    state = initial_state(0)
-    for _ in range(state_of):
-        train_step(state, 0)
+    objects = {"info": None, "optimizer.settings": None, "extra": Namespace(value={"iteration": state_of})}
+    generator = {"rng.0": Namespace(torch=[expected_generator(0, state_of)])}
+    state = {**expected_entries(1, state_of), **objects, **generator}
     final = folder.iteration_folder(save_dir, iteration)
     staging = folder.staging_path(final, "0")
     dcp.save(state, storage_writer=CheckpointWriter(staging), no_dist=True)
@@ -62,7 +63,7 @@ def _flip_a_byte(save_dir: Path) -> None:
         (lambda save_dir: folder.write_latest(save_dir, 1), "latest is 1, 2 was saved"),
         (lambda save_dir: folder.write_latest(save_dir, 3), r"latest is 3, of \[2\]"),
         (lambda save_dir: (save_dir / folder.LATEST).write_text(""), "expected the number of an iteration"),
-        (lambda save_dir: _save(save_dir, 3, 2), "iter_0000003: wrong shared"),
+        (lambda save_dir: _save(save_dir, 3, 2), "iter_0000003: wrong extra"),
     ],
 )
 def test_the_judge_finds_what_is_wrong(damage: Callable[[Path], None], problem: str | None, tmp_path: Path) -> None:

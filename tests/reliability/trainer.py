@@ -1,32 +1,43 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that trains and saves all the time, for `kill_during_save.py` to kill. Its numbers can be computed anew."""
+"""A rank that trains a sharded model and saves all the time, for `kill_during_save.py` to kill.
+
+Its numbers can be computed anew: plain training in one process gives the same bits.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
 
+from megatron.core.distributed.fsdp.experimental import (
+    CheckpointSaver,
+    Placements,
+    fully_shard,
+    fully_shard_optimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 from megatron.core.distributed.fsdp.experimental.checkpoint import folder
-from megatron.core.distributed.fsdp.experimental.checkpoint.background import BackgroundSave
-from megatron.core.distributed.fsdp.experimental.checkpoint.staging import HostStaging
-from megatron.core.distributed.fsdp.experimental.checkpoint.writer import CheckpointWriter
 
 KEPT = 2
-NUMEL = 30_000
+DRAWN = 3
 TIMEOUT_S = 60
 
 
@@ -55,66 +66,142 @@ class Life:
         return self.work_dir / "checkpoints"
 
 
-class Saver:
-    """What a training loop keeps for its saves, sync or in the background."""
+class Part(nn.Module):
+    """Weights whose gradient is the input: sums of few-digit numbers, so that no order of adding rounds them."""
 
-    def __init__(self, life: Life, report: Callable[..., None]) -> None:
-        self.life = life
-        self.report = report
-        self.group: Any = dist.new_group(backend="gloo")  # Of its own: training communicates meanwhile.
-        self.staging = HostStaging()
-        self.background = BackgroundSave()
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).view(shape))
 
-    def save(self, iteration: int, state: dict[str, Any], in_background: bool) -> None:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (self.weight * inputs.view(self.weight.shape)).sum()
+
+
+class Model(nn.Module):
+    """Two units within a third one; shapes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Part(61, 43), Part(7, 5, 3, 11)])
+        self.own = Part(1, 17)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, iteration: int, rank: int, ranks: int) -> torch.Tensor:
+        self.seen += 1
+        losses = [
+            part(_inputs(part.weight.numel() + number, iteration, rank, ranks)[number:])
+            for number, part in enumerate([*self.parts, self.own])
+        ]
+        return torch.stack(losses).sum()
+
+
+def _inputs(numel: int, iteration: int, rank: int, ranks: int) -> torch.Tensor:
+    """Return multiples of ranks / 8, so that their mean over ranks is exact, too."""
+    return ((torch.arange(numel) * 5 + iteration * 7 + rank * 3) % 16 - 8) * (ranks / 8)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+@cache
+def expected_entries(ranks: int, iteration: int) -> dict[str, Any]:
+    """Return what a checkpoint of an iteration holds, by key, from a training of one process without any sharding.
+
+    Random generators are not among it, but `expected_generator`'s.
+    """
+    if iteration == 0:
+        return {}
+    model = Model()
+    optimizer = _optimizer(model)
+    start = iteration - 1
+    if start:
+        before = expected_entries(ranks, start)
+        model.load_state_dict({name: before[f"model.{name}"].clone() for name in model.state_dict()})
+        for name, parameter in model.named_parameters():
+            keys = ("step", "exp_avg", "exp_avg_sq")
+            optimizer.state[parameter] = {key: before[f"optimizer.state.{name}.{key}"].clone() for key in keys}
+    for number, parameter in enumerate(model.parameters()):
+        every = [_inputs(parameter.numel() + number, iteration, rank, ranks)[number:] for rank in range(ranks)]
+        parameter.grad = torch.stack(every).mean(0).view(parameter.shape)
+    optimizer.step()
+    states = {
+        f"optimizer.state.{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    weights = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
+    return {**weights, "model.seen": torch.tensor(iteration), **states}
+
+
+def expected_generator(rank: int, iteration: int) -> torch.Tensor:
+    """Return the state of a rank's random number generator after an iteration."""
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(iteration):
+        torch.rand(DRAWN, generator=generator)
+    return generator.get_state()
+
+
+class Training:
+    """The sharded model, its optimizer, and its saves."""
+
+    def __init__(self, life: Life, rank: int, report: Callable[..., None]) -> None:
+        self.life, self.rank, self.report = life, rank, report
+        torch.manual_seed(rank)
+        mesh = init_device_mesh("cpu", (life.ranks,))
+        placements = Placements.from_strategy("optim_grads_params")
+        self.model: Any = Model()
+        for unit in (*self.model.parts, self.model):
+            fully_shard(unit, mesh, placements)
+        self.optimizer: Any = fully_shard_optimizer(_optimizer(self.model))
+        self.saver = CheckpointSaver(self.model)
+
+    def step(self, iteration: int) -> None:
+        """Train one iteration: the numbers depend on all earlier ones."""
+        torch.rand(DRAWN)
+        self.model(iteration, self.rank, self.life.ranks).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, iteration: int, in_background: bool) -> None:
         """Save a checkpoint and make it the latest; the only place that knows how."""
-        self.background.wait()  # It reads the memory that `stage` overwrites.
-        self.report("begins", iteration, in_background)
-        if in_background:
-            staged = self.staging.stage(state)
-            self.background.start(lambda: self._write(iteration, staged))
-        else:
-            self._write(iteration, state)
+        path, extra = folder.iteration_folder(self.life.save_dir, iteration), {"iteration": iteration}
 
-    def _write(self, iteration: int, state: dict[str, Any]) -> None:
-        final = folder.iteration_folder(self.life.save_dir, iteration)
-        staging = folder.staging_path(final, f"{self.life.number}")
-        dcp.save(state, storage_writer=CheckpointWriter(staging), process_group=self.group)
-        if dist.get_rank() == 0:
-            folder.commit(staging, final)
+        def after_commit() -> None:
             folder.write_latest(self.life.save_dir, iteration)
             folder.keep_last(self.life.save_dir, KEPT)
-        self.report("saved", iteration)
-        dist.barrier(self.group)
+            self.report("saved", iteration)
 
+        self.saver.wait()
+        self.report("begins", iteration, in_background)
+        # A life that was killed before the latest moved has left one of this iteration: hence overwrite.
+        options: dict[str, Any] = {"extra": extra, "overwrite": True, "after_commit": after_commit}
+        if in_background:
+            self.saver.save(self.optimizer, path, **options)
+        else:
+            save_checkpoint(self.model, self.optimizer, path, **options)
 
-def initial_state(rank: int) -> dict[str, Any]:
-    """Return the state of a rank before the first iteration."""
-    return {
-        "shared": torch.arange(NUMEL),
-        f"rank{rank}": torch.arange(NUMEL // 3) * (rank + 7),
-        "moments": {"shared": torch.zeros(NUMEL)},
-        "iteration": 0,
-    }
-
-
-def train_step(state: dict[str, Any], rank: int) -> None:
-    """Train one iteration: the numbers depend on all earlier ones."""
-    for name in ("shared", f"rank{rank}"):
-        state[name].mul_(1103515245).add_(12345).remainder_(1 << 31)
-    state["moments"]["shared"].mul_(0.9).add_(state["shared"].float() / (1 << 31))
-    state["iteration"] += 1
-
-
-def differing_keys(state: dict[str, Any], rank: int, iteration: int) -> list[str]:
-    """Return the keys whose values are not exactly those that `iteration` iterations give."""
-    expected = initial_state(rank)
-    for _ in range(iteration):
-        train_step(expected, rank)
-    moments = state.pop("moments"), expected.pop("moments")
-    pairs = {key: (state[key], expected[key]) for key in expected} | {"moments": tuple(m["shared"] for m in moments)}
-    state["moments"] = moments[0]
-    is_equal = {key: torch.equal(*pair) if key != "iteration" else pair[0] == pair[1] for key, pair in pairs.items()}
-    return [key for key, equal in is_equal.items() if not equal]
+    def load(self, iteration: int) -> list[str]:
+        """Load the checkpoint of an iteration; return the keys of what is not exactly as it was."""
+        path = folder.iteration_folder(self.life.save_dir, iteration)
+        report = load_checkpoint(self.model, self.optimizer, path)
+        found = {f"model.{name}": (None, buffer) for name, buffer in self.model.named_buffers()}
+        for name, parameter in self.model.named_parameters():
+            found[f"model.{name}"] = (parameter, parameter.to_local())
+            for key, value in self.optimizer.state[parameter].items():
+                found[f"optimizer.state.{name}.{key}"] = (parameter if value.ndim else None, value)
+        expected = expected_entries(self.life.ranks, iteration)
+        wrong = sorted(found.keys() ^ expected.keys())
+        for key in found.keys() & expected.keys():
+            parameter, local = found[key]
+            owned = (
+                slice(None)
+                if parameter is None
+                else slice(parameter.geometry.owned.start, parameter.geometry.owned.stop)
+            )
+            wrong += [] if torch.equal(local.reshape(-1), expected[key].reshape(-1)[owned]) else [key]
+        wrong += [] if torch.equal(torch.get_rng_state(), expected_generator(self.rank, iteration)) else ["rng"]
+        return wrong + ([] if report.extra == {"iteration": iteration} else ["extra"])
 
 
 def run(life: Life, rank: int, connection: Connection) -> None:
@@ -140,24 +227,21 @@ def run(life: Life, rank: int, connection: Connection) -> None:
 
 
 def _train(life: Life, rank: int, report: Callable[..., None]) -> None:
-    saver = Saver(life, report)
+    training = Training(life, rank, report)
     if rank == 0:
         life.save_dir.mkdir(exist_ok=True)
         removed = [path.name for path in folder.clean_interrupted(life.save_dir)]
         report("cleans", removed, sorted(path.name for path in life.save_dir.iterdir()))
     dist.barrier()
-    state, start = initial_state(rank), folder.read_latest(life.save_dir) or 0
-    if start:
-        dcp.load(state, checkpoint_id=folder.iteration_folder(life.save_dir, start))
-    report("resumes", start, differing_keys(state, rank, start))
+    start = folder.read_latest(life.save_dir) or 0
+    report("resumes", start, training.load(start) if start else [])
     for iteration in itertools.count(start + 1):
-        train_step(state, rank)
-        dist.all_reduce(state["shared"].sum())
-        saver.background.poll()
-        saver.save(iteration, state, in_background=iteration % 2 == 0)
+        training.step(iteration)
+        training.saver.poll()
+        training.save(iteration, in_background=iteration % 2 == 0)
         if iteration - start == life.max_saves:
             break
-    saver.background.wait()
+    training.saver.wait()
     report("ends", iteration)
 
 

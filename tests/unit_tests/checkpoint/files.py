@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -23,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+
+from megatron.core.distributed.fsdp.experimental.checkpoint import writer
 
 
 def save(folder: Path, state: Mapping[str, Any]) -> Path:
@@ -74,6 +77,16 @@ def tensor_metadata(folder: Path) -> Metadata:
     """Return the metadata without any of the code under test."""
     metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
     return metadata
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """Let files whose names end so be written to a device that is full."""
+    opened = writer._Stream.__init__
+
+    def on_full_disk(self: Any, path: Path) -> None:
+        opened(self, Path("/dev/full") if path.name.endswith(suffix) else path)
+
+    monkeypatch.setattr(writer._Stream, "__init__", on_full_disk)
 
 
 class Evil:

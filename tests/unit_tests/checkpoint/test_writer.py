@@ -25,6 +25,7 @@ from torch.futures import Future
 
 from megatron.core.distributed.fsdp.experimental.checkpoint import CheckpointError, folder, writer
 from megatron.core.distributed.fsdp.experimental.checkpoint.writer import CheckpointWriter
+from tests.unit_tests.checkpoint.files import fill_disk
 from tests.unit_tests.launch import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -181,21 +182,11 @@ def test_an_interruption_at_any_step_leaves_the_old_or_the_new(
 # --- disks and permissions ---
 
 
-def _fill_disk(monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    """Let files whose names end so be written to a device that is full."""
-    opened = writer._Stream.__init__
-
-    def on_full_disk(self: Any, path: Path) -> None:
-        opened(self, Path("/dev/full") if path.name.endswith(suffix) else path)
-
-    monkeypatch.setattr(writer._Stream, "__init__", on_full_disk)
-
-
 @pytest.mark.parametrize("suffix", [".distcp", ".metadata.tmp"])
 @pytest.mark.parametrize("numel", [1, 100_000])
 def test_a_full_disk_is_named(suffix: str, numel: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(tmp_path / "c", _state(1.0))
-    _fill_disk(monkeypatch, suffix)
+    fill_disk(monkeypatch, suffix)
     error = _failure(lambda: _save(tmp_path / "c", {"weight": torch.ones(numel)}, "ff"))
     assert isinstance(error, CheckpointError)
     needed = f" {4 * numel} bytes" if suffix == ".distcp" else ""
@@ -294,7 +285,7 @@ def _fail_on_one_rank(save_dir: str, failing: int) -> float:
     _save_collectively(path, 1.0, "a0")
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == failing:
-            _fill_disk(patch, ".distcp")
+            fill_disk(patch, ".distcp")
         error = _failure(lambda: _save_collectively(path, 2.0, "a1"))
         assert isinstance(error, CheckpointError) and "No space left on device" in str(error)
     loaded = {"shared": torch.zeros(50)}

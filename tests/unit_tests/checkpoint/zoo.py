@@ -70,8 +70,17 @@ class Cut:
 
 def make(cut: Cut, optimizer: str) -> tuple[Any, Any]:
     """Return a sharded model and its optimizer."""
+    return make_of(build(cut), cut, optimizer)
+
+
+def build(cut: Cut) -> Any:
+    """Return a model that is not sharded yet."""
     torch.manual_seed(cut.seed)
-    model: Any = Zoo(cut.tied).to(cut.dtype)
+    return Zoo(cut.tied).to(cut.dtype)
+
+
+def make_of(model: Any, cut: Cut, optimizer: str) -> tuple[Any, Any]:
+    """Shard a model made by `build`; return it and its optimizer."""
     world_size = dist.get_world_size()
     mesh = lasting_mesh((world_size,) if cut.outer is None else (2, world_size // 2))
     placements = Placements.from_strategy(cut.strategy, outer=cut.outer)

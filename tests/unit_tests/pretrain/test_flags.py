@@ -16,6 +16,7 @@ from megatron.core.distributed.fsdp import mcore_fsdp_v2_adapter
 from megatron.pretrain import data, model, training
 from megatron.pretrain.arguments import _build_parser
 from megatron.pretrain.main import read_command
+from megatron.pretrain.requirements import CHECKPOINT_FLAGS
 
 V2 = "--use-megatron-fsdp-v2"
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
@@ -141,6 +142,7 @@ ELSEWHERE = {
     "--distributed-timeout-minutes",
     *(f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context", "expert-model")),
     *("--log-json", "--tensorboard-dir", "--tensorboard-log-interval", "--plot"),
+    *CHECKPOINT_FLAGS,
 }
 
 

@@ -6,7 +6,7 @@ Keys of a checkpoint:
 
     model.<fqn>                      tensors: main weights and buffers; a tied weight once
     optimizer.state.<fqn>.<name>     tensors: e.g. exp_avg; the step, where an optimizer keeps it by parameter
-    optimizer.settings               {fqn: settings of its group}
+    optimizer.settings               {fqn: settings of its group}, and states that are no tensors
     info, scheduler, extra           tied names and modules' extra states; the scheduler's state; the user's values
     rng.<rank>                       states of this rank's random number generators
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import random
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def save_checkpoint(
     scheduler: Any = None,
     save_rng: bool = True,
     overwrite: bool = False,
+    after_commit: Callable[[], None] | None = None,
 ) -> None:
     """Write a checkpoint; every rank must call it. A failed save leaves `path`, and training, as they were.
 
@@ -55,6 +57,7 @@ def save_checkpoint(
         scheduler: an LR scheduler, or anything with ``state_dict()``.
         save_rng: keep each rank's random number generators.
         overwrite: replace a checkpoint that lies there, once the new one is on the disk.
+        after_commit: called on the first rank once the checkpoint is on the disk, e.g. to name it as the latest.
 
     Raises:
         CheckpointError: ranks disagree, or the files cannot be written, or a value could not be read back; on every
@@ -62,7 +65,7 @@ def save_checkpoint(
     """
     ranks = Ranks(first_unit(model).context.device)
     state = _collect(model, optimizer, path, ranks, extra, scheduler, save_rng)
-    write_checkpoint(state, Path(path), ranks, overwrite=overwrite)
+    write_checkpoint(state, Path(path), ranks, overwrite=overwrite, after_commit=after_commit)
 
 
 class CheckpointSaver:
@@ -88,8 +91,9 @@ class CheckpointSaver:
         scheduler: Any = None,
         save_rng: bool = True,
         overwrite: bool = False,
+        after_commit: Callable[[], None] | None = None,
     ) -> None:
-        """Begin to write a checkpoint; arguments as for `save_checkpoint`.
+        """Begin to write a checkpoint; arguments as for `save_checkpoint`. `after_commit` is called in another thread.
 
         Raises:
             CheckpointError: the save before has failed, or ranks disagree; on every rank. The new one is not begun.
@@ -98,6 +102,7 @@ class CheckpointSaver:
             lambda: _collect(self._model, optimizer, path, self._writer.ranks, extra, scheduler, save_rng),
             Path(path),
             overwrite=overwrite,
+            after_commit=after_commit,
         )
 
     def poll(self) -> None:
@@ -150,13 +155,20 @@ def load_checkpoint(
     """
     device = first_unit(model).context.device
     ranks = Ranks(device)
-    ranks.require_same(str(path), "path of load_checkpoint")
+    given: dict[str, object] = {
+        "optimizer": optimizer is not None,
+        "scheduler": scheduler is not None,
+        "restore_rng": restore_rng,
+    }
+    given |= {"sync_model_weights": sync_model_weights, "strict": strict, "verify": verify}
+    lines = [str(path), *(f"{name}={value}" for name, value in given.items())]
+    ranks.require_same("\n".join(lines), "arguments of load_checkpoint")
     load = Load(OpenCheckpoint(Path(path), ranks, verify), model, optimizer, scheduler)
+    generators = load_rng(load.opened) if restore_rng else None
     report = load.run(strict)
-    if restore_rng:
-        saved = load_rng(load.opened)
-        if saved is not None:
-            _set_rng(saved, device)
+    with ranks.together(f"load of {path}"):
+        if generators is not None:
+            _set_rng(generators, device)
     if sync_model_weights:
         _sync_model_weights(model)
     return report
@@ -177,9 +189,16 @@ def _collect(
                 name: {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
                 for name, values in by_name.items()
             }
+            values = {
+                name: {key: value for key, value in values.items() if not isinstance(value, torch.Tensor)}
+                for name, values in by_name.items()
+            }
             state["optimizer"] = {
                 "state": {name: values for name, values in tensors.items() if values},
-                "settings": Namespace(by_name=settings_by_name(optimizer, named)),
+                "settings": Namespace(
+                    by_name=settings_by_name(optimizer, named),
+                    values={name: of_one for name, of_one in values.items() if of_one},
+                ),
             }
         if scheduler is not None:
             state["scheduler"] = Namespace(state=scheduler.state_dict())

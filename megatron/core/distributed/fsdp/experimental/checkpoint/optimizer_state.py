@@ -9,6 +9,7 @@ names, never by position: a group takes the settings that all of its parameters 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,19 +50,27 @@ def settings_by_name(optimizer: Any, named: Mapping[str, FsdpDTensor]) -> dict[s
     }
 
 
-def set_settings(optimizer: Any, named: Mapping[str, FsdpDTensor], saved: Mapping[str, Mapping[str, Any]]) -> None:
+def set_settings(
+    optimizer: Any, named: Mapping[str, FsdpDTensor], saved: Mapping[str, Mapping[str, Any]], *, strict: bool = True
+) -> None:
     """Give each group the settings that its parameters had.
+
+    Args:
+        optimizer: an adapted optimizer.
+        named: its parameters by name.
+        saved: what `settings_by_name` returned.
+        strict: refuse parameters without saved settings; otherwise they take those of the others in their group.
 
     Raises:
         CheckpointError: parameters of one group had different ones, or one had none; nothing is changed then.
     """
     names = {id(parameter): name for name, parameter in named.items()}
-    found = [
-        _common_settings({names[id(p)]: saved.get(names[id(p)]) for p in group["params"]})
-        for group in optimizer.param_groups
-    ]
+    found = []
+    for group in optimizer.param_groups:
+        of_group = [names[id(parameter)] for parameter in group["params"]]
+        found.append(_common_settings({name: saved.get(name) for name in of_group if strict or name in saved}))
     for group, settings in zip(optimizer.param_groups, found, strict=True):
-        group.update(settings)
+        group.update(copy.deepcopy(dict(settings)))
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +99,9 @@ def create_state(optimizer: Any, gradient_dtype: torch.dtype | None = None) -> N
     for group in optimizer.param_groups:
         # Zero gradients move nothing by themselves. The rate stays: some rules start their state from it.
         group.update(weight_decay=0.0)
-    optimizer.step()
+    # Neither step hooks nor schedulers' counters are told: they may keep averages or counts of steps.
+    step = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
     for group, settings in zip(optimizer.param_groups, saved, strict=True):
         _restore_settings(group, settings)
     for parameter, gradient in zip(every, gradients, strict=True):

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +22,10 @@ from .reader import chunk_box
 
 
 class CompleteSavePlanner(DefaultSavePlanner):
-    """Refuses a save in which no rank writes some elements of a tensor; DCP checks that of several ranks only."""
+    """Refuses a save in which no rank writes some elements of a tensor; DCP checks that of several ranks only.
+
+    A byte entry that several ranks have is the first one's; DCP would take that of any.
+    """
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Merge the ranks' plans.
@@ -29,6 +33,7 @@ class CompleteSavePlanner(DefaultSavePlanner):
         Raises:
             CheckpointError: the chunks of a tensor do not add up to it.
         """
+        all_plans = _first_bytes_only(all_plans)
         plans, metadata = super().create_global_plan(all_plans)
         for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
@@ -39,6 +44,17 @@ class CompleteSavePlanner(DefaultSavePlanner):
                         f"{planned}. Save what state_dict() returns, on all ranks."
                     )
         return plans, metadata
+
+
+def _first_bytes_only(plans: list[SavePlan]) -> list[SavePlan]:
+    """Return the plans with each byte entry in the first that has it."""
+    seen: set[str] = set()
+    found = []
+    for plan in plans:
+        items = [i for i in plan.items if i.type != WriteItemType.BYTE_IO or i.index.fqn not in seen]
+        seen |= {item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO}
+        found.append(replace(plan, items=items))
+    return found
 
 
 class CoveringLoadPlanner(DefaultLoadPlanner):

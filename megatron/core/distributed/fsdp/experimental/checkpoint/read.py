@@ -90,28 +90,35 @@ class OpenCheckpoint:
         tensors: Mapping[str, torch.Tensor],
         *,
         strict: bool,
+        sources: Mapping[str, str] | None = None,
         entries: Iterable[str] = (),
         others: Iterable[str] = (),
+        missing: Iterable[str] = (),
+        unexpected: Iterable[str] = (),
     ) -> LoadReport:
         """Compare what is wanted with what is there.
 
         Args:
             tensors: what to read, by key; the same keys on every rank.
             strict: refuse missing and unexpected keys.
+            sources: the checkpoint's own keys of tensors, where they may differ.
             entries: byte entries that are wanted, too.
             others: keys that may be there.
+            missing: what else is wanted and is not there.
+            unexpected: what else is there and is not wanted.
 
         Raises:
             CheckpointError: shapes or kinds differ, or, if strict, keys; lists all of them, on every rank.
         """
         entries = list(entries)
+        saved = {key: (sources or {}).get(key, key) for key in (*tensors, *entries)}
         report = LoadReport(
-            missing=sorted(key for key in (*tensors, *entries) if key not in self.keys),
-            unexpected=sorted(self.keys - set(tensors) - set(entries) - set(others)),
+            missing=sorted([*missing, *(key for key, source in saved.items() if source not in self.keys)]),
+            unexpected=sorted({*unexpected, *self.keys} - set(saved.values()) - set(others)),
         )
         problems = [f"{key}: expected a byte entry, got a tensor" for key in entries if self.is_tensor(key)]
         for key, tensor in tensors.items():
-            problem, is_cast = _misfit(self.metadata.state_dict_metadata.get(key), tensor)
+            problem, is_cast = _misfit(self.metadata.state_dict_metadata.get(saved[key]), tensor)
             if problem:
                 problems.append(f"{key}: {problem}")
             if is_cast:
