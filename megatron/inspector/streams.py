@@ -40,7 +40,7 @@ from megatron.core.distributed.fsdp.experimental.layout import Box
 from megatron.inspector.text import progress
 
 # A part is read, converted, and copied by the writer.
-_PARTS_IN_MEMORY = 4
+_PARTS_IN_MEMORY = 5
 _MAX_PART_BYTES = 64 << 20
 
 Path_ = tuple[str, ...]
@@ -139,7 +139,9 @@ def write_new(new: NewCheckpoint, source: OpenCheckpoint, folder: Path, max_memo
             warnings.simplefilter("ignore")  # that there is no process group
             planner.on_bytes = bar.update
             with Ranks(torch.device("cpu")).together(f"save of {folder}"):
-                save({}, storage_writer=CheckpointWriter(staging), planner=planner, no_dist=True)
+                writer = CheckpointWriter(staging)
+                writer.per_thread_copy_ahead = 0  # a part is asked for when the one before has been written
+                save({}, storage_writer=writer, planner=planner, no_dist=True)
         _add_files(staging, new.files)
         commit(staging, folder)
     except OSError as error:
@@ -169,6 +171,7 @@ class _Planner(CompleteSavePlanner):
         self._source = source
         self._max_bytes = max(1, min(max_memory // _PARTS_IN_MEMORY, _MAX_PART_BYTES))
         self._boxes: dict[MetadataIndex, tuple[NewTensor, Part | None, Box]] = {}
+        self._last: torch.Tensor | None = None
         self.on_bytes: Callable[[int], None] = lambda count: None
 
     @property
@@ -217,6 +220,9 @@ class _Planner(CompleteSavePlanner):
             assert tensor.value is not None, "made by _cut"
             return tensor.value
         place = part.source_of(box)
+        if self._last is not None:
+            self._last.untyped_storage().resize_(0)  # DCP's writer holds on to the last part of every tensor
         values = read_box(self._source.path, self._source.metadata, part.key, place.offsets, place.sizes)
-        self.on_bytes(values.numel() * tensor.dtype.itemsize)
-        return values.view(box.sizes).to(tensor.dtype)
+        self._last = values.view(box.sizes).to(tensor.dtype, copy=True)  # memory that can be freed so
+        self.on_bytes(self._last.nbytes)
+        return self._last

@@ -52,7 +52,7 @@ def _live(source: Source, strategy: str) -> tuple[Any, Any]:
 def _targets(chunk: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     weights = dict(chunk.module.named_parameters())
     state = optimizer.sharded_state_dict({}, is_loading=True)["state"]
-    states = {name.removeprefix("module."): {slot: values[slot] for slot in SLOTS} for name, values in state.items()}
+    states = {name: {slot: values[slot] for slot in SLOTS} for name, values in state.items()}  # of wrappers, too
     return weights, states
 
 
@@ -271,7 +271,7 @@ def test_names_of_layer_norms_and_halves() -> None:
         "decoder.layers.0.mlp.linear_fc1.weight_v",
         "decoder.layers.1.mlp.linear_fc1.weight_w",
     }
-    (place,) = locate("decoder.layers.4.input_layernorm.weight", keys)
+    (place,) = locate("module.module.decoder.layers.4.input_layernorm.weight", keys)
     assert place.key == "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
     assert [leading.index for leading in place.leading] == [4]
     (place,) = locate("decoder.layers.1.mlp.linear_fc1.layer_norm_bias", keys)

@@ -262,7 +262,7 @@ def test_no_part_is_larger_than_memory_allows(
 
     monkeypatch.setattr(streams, "read_box", recorded)
     _convert(sources["swiglu"][0], tmp_path / "out", "--to", "fsdp_dtensor", "--max-memory", "800B")
-    assert max(numels) == 48, "rows of 12 that fit 800 / 4 bytes"
+    assert max(numels) == 40, "a fifth of 800 bytes, of 4 each"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

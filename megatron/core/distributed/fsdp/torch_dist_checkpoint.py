@@ -27,7 +27,7 @@ from megatron.core.distributed.fsdp.experimental.checkpoint import (
     load_torch_file,
     read_pieces,
 )
-from megatron.core.distributed.fsdp.torch_dist_names import MASTERS, Place, TensorKeys, locate, sort_keys
+from megatron.core.distributed.fsdp.torch_dist_names import MASTERS, Place, TensorKeys, bare, locate, sort_keys
 
 COMMON, CONFIG = "common.pt", "metadata.json"
 RESHARDABLE = "fully_reshardable"
@@ -223,7 +223,7 @@ class _Plan:
         """Return where a target lies; note what is wrong with that."""
         places = locate(name, keys)
         if not places:
-            self._problems.append(f"{prefix}{name}: not in the checkpoint")
+            self._problems.append(f"{prefix}{bare(name)}: not in the checkpoint")
         self._used |= {keys[place.key] for place in places}
         self._problems += self._misfits(name, tensor, places, keys)
         return tensor, [_piece(place, keys, tuple(tensor.shape)) for place in places]

@@ -108,10 +108,10 @@ def locate(name: str, keys: Collection[str]) -> list[Place]:
     """Return where a parameter lies: one place, or one for each half; none if it is not there.
 
     Args:
-        name: as in ``named_parameters()`` of a model without wrappers, not stacked.
+        name: as in ``named_parameters()``, with or without what wrappers put before it.
         keys: those that a checkpoint has, without prefixes.
     """
-    for place in _candidates(name):
+    for place in _candidates(bare(name)):
         if place.key in keys:
             return [place]
         halves = [Place(f"{place.key}_{suffix}", place.leading, half) for half, suffix in enumerate("wv")]
