@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core.distributed.fsdp.experimental.checkpoint.errors import CheckpointError
 
+from megatron.inspector import convert
 from megatron.inspector.diff import diff
 from megatron.inspector.elements import Tolerance
 from megatron.inspector.export import export
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_diff(commands.add_parser("diff", help="compare two checkpoints, by default bit for bit"))
     _add_verify(commands.add_parser("verify", help="check that a checkpoint is whole"))
     _add_export(commands.add_parser("export", help="write the model as safetensors"))
+    convert.add_parser(commands)
     return parser
 
 

@@ -52,9 +52,9 @@ def test_a_refused_flag_says_what_to_do(flag: str) -> None:
 
 def test_all_bad_flags_are_listed_at_once() -> None:
     with pytest.raises(ValueError, match="Unsupported flag") as error:
-        parse_arguments(["--save", "x", "--num-layer=4", "--swiglu", "--profile", "--save", "y"])
+        parse_arguments(["--use-flash-attn", "--num-layer=4", "--swiglu", "--profile", "--use-flash-attn"])
     first, second, third = str(error.value).splitlines()
-    assert "got --save for" in first
+    assert "got --use-flash-attn for" in first
     assert "Did you mean --num-layers?" in second
     assert "got --profile for" in third
 
@@ -70,7 +70,7 @@ def test_hints_name_flags_that_exist() -> None:
     [
         ("--recompute-activations", "--recompute-granularity selective"),
         ("--no-position-embedding", "--position-embedding-type none"),
-        ("--exit-interval", "--train-iters"),
+        ("--exit-duration-in-mins", "--train-iters"),
         ("--decoupled-lr", "--lr"),
         ("--log-throughput", "--log-json"),
         ("--wandb-project", "--tensorboard-dir"),

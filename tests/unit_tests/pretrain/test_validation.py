@@ -42,6 +42,12 @@ def test_the_vocabulary_holds_the_end_of_document_and_is_padded() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("--save x --ckpt-format fsdp_dtensor", "expected torch_dist, which is what megatron-core's DDP writes, got fsdp"),
+        ("--use-megatron-fsdp-v2 --load x --ckpt-format torch_dist", "expected fsdp_dtensor, .* without being told, got"),
+        (
+            "--use-megatron-fsdp-v2 --load x --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+            "expected one of --override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler, got both",
+        ),
         ("--num-attention-heads 3", "a divisor of --hidden-size 128, got 3 for --num-attention-hea"),
         ("--kv-channels 7 --position-embedding-type rope", "an even width .* got 7 for --kv-chann"),
         ("--group-query-attention --num-query-groups 3", "a divisor of --num-attention-heads 4, got 3"),
@@ -166,6 +172,23 @@ IDLE = [
     "--overlap-param-gather --use-distributed-optimizer",
     "--ddp-bucket-size 9",
     "--tensorboard-log-interval 9",
+    "--save-interval 9",
+    "--async-save",
+    "--async-save --save x",
+    "--keep-last 2",
+    "--keep-last 2 --save x",
+    "--no-save-optim",
+    "--no-save-rng",
+    "--no-save-rng --save x",
+    "--ckpt-format fsdp_dtensor --use-megatron-fsdp-v2",
+    "--ckpt-step 9",
+    "--no-load-optim",
+    "--no-load-rng",
+    "--finetune",
+    "--exit-on-missing-checkpoint",
+    "--verify-checksums",
+    "--override-opt_param-scheduler",
+    "--use-checkpoint-opt_param-scheduler",
 ]
 
 
