@@ -122,8 +122,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-shard-size", type=_bytes, default=5 * 1000**3, metavar="BYTES", help="default 5GB")
     _add_max_memory(parser)
     group = parser.add_argument_group("model, for --format hf", "default: the arguments saved in the checkpoint")
-    for name, convert in ModelArguments.flags():
-        group.add_argument(f"--{name.replace('_', '-')}", type=convert, metavar="N")
+    for name, kind in ModelArguments.flags():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
     parser.set_defaults(
         run=lambda args: export(
             args.folder,

@@ -59,7 +59,7 @@ def pretrain(command: Command) -> None:
     from megatron.pretrain.log import TrainingLog
 
     args, place = command.args, command.place
-    model.uses_transformer_engine(args)
+    args.transformer_impl = "transformer_engine" if model.uses_transformer_engine(args) else "local"
     data.check_data(args)
     start_process_groups(args, place)
     data.prepare_corpus(args, place)
