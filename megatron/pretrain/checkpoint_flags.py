@@ -60,7 +60,7 @@ def complete_checkpoint_flags(args: argparse.Namespace) -> None:
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         raise ValueError(
             "Schedule: expected one of --override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler, got "
-            "both for the command line. Drop one."
+            "both for --override-opt_param-scheduler. Drop one."
         )
     if args.load and not args.use_megatron_fsdp_v2:
         raise NotImplementedError(
