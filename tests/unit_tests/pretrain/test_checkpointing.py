@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
 from megatron.core.distributed.fsdp.experimental import CheckpointError
 from megatron.core.distributed.fsdp.experimental.checkpoint import committed_iterations, read_latest
@@ -39,6 +40,7 @@ def run(flags: str, line: str = TINY) -> list[str]:
     with pytest.MonkeyPatch.context() as patch, mcore.cpu_shim(), redirect_stdout(StringIO()) as printed:
         for name in ("start_process_groups", "stop_process_groups"):  # Workers have them, and keep them.
             patch.setattr(main, name, lambda *_: None)
+        patch.setattr(MockGPTLowLevelDataset, "size", 100)  # Shuffling 100,000 documents takes most of the time.
         main.pretrain(main.read_command(f"{line} {flags}".split(), environment))
     return [_without_times(line) for line in printed.getvalue().splitlines()]
 

@@ -195,7 +195,7 @@ def loader_keywords(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -
         return iter(())
 
     monkeypatch.setattr(torch.utils.data, "DataLoader", load)
-    assert list(data._iterate(None, 8, args)) == []
+    assert list(data._iterate(None, 0, 8, args)) == []
     return found
 
 

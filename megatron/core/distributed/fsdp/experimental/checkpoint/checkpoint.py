@@ -106,10 +106,13 @@ class CheckpointSaver:
         )
 
     def poll(self) -> None:
-        """Raise the error of a save that has failed, once; does not wait. Call it at every step.
+        """Raise the error of a save that has failed, once; does not wait for a save. Call it at every step.
+
+        Every rank must call it equally often between saves: while one is under way, ranks tell each other whether
+        theirs has ended.
 
         Raises:
-            CheckpointError: a save has failed. Ranks may see it a step apart.
+            CheckpointError: a save has failed; on every rank, at the same call.
         """
         self._writer.poll()
 
