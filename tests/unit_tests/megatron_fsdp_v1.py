@@ -6,8 +6,8 @@ Everything that decides about a checkpoint is v1's own code. What stands in for 
 
 - v1 asks for "cuda" by name: `v1_on_cpu` answers with the CPU.
 - gloo has no PREMUL_SUM: gradients are averaged in the collective.
-- TransformerEngine's FusedAdam, which v1 has on GPUs, holds state for every parameter. torch's AdamW, which it has here,
-  holds none without a gradient, and v1 gives none to a parameter of which a rank has no elements; v1's collectives, one
+- TransformerEngine's FusedAdam, which v1 has on GPUs, holds state for every parameter. torch's AdamW, used here, holds
+  none without a gradient, and v1 gives none to a parameter of which a rank has no elements; v1's collectives, one
   for each tensor of the state, then differ between ranks. `_with_every_gradient` gives such parameters empty gradients.
 - megatron-core has no training loop: `save` and `load` call v1's functions in the order in which Megatron-LM's does.
 """
