@@ -26,6 +26,7 @@ MODEL, STATE, SETTINGS = "model.", "optimizer.state.", "optimizer.param_to_group
 _WRAPPER = "module."
 MODEL_WRAPPERS, OPTIMIZER_WRAPPERS = _WRAPPER, 3 * _WRAPPER
 _EXTRA_STATE = "_extra_state"
+_STEP = "step"
 _GATED = re.compile(
     r"(?:.*\.)?mlp\.(?:shared_experts\.|experts\.(?:local_experts\.\d+\.)?)?linear_fc1\.(?:weight|bias)\d*"
 )
@@ -143,17 +144,27 @@ def find_model(chunk: MegatronModule, keys: Iterable[str]) -> dict[str, torch.Te
 
 
 def find_optimizer(optimizer: Any, chunk: MegatronModule, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return what to read into an optimizer's state, which is created, by the checkpoint's own keys."""
+    """Return what to read into an optimizer's state, which is created, by the checkpoint's own keys.
+
+    Step counts that the checkpoint holds as settings are none of it: `load_settings` takes those.
+    """
+    keys = list(keys)
     there = _by_canonical_name(keys, STATE)
+    counts = {place for place in _by_canonical_name(keys, SETTINGS) if place.endswith(f".{_STEP}")} - there.keys()
     found = {}
     ours = optimizer.sharded_state_dict({}, is_loading=True)["state"]
     states = split_gated_states({canonical_name(name): values for name, values in ours.items()}, chunk.config)
     for name, values in states.items():
         for key, value in values.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and f"{_fused(name)}.{key}" not in counts:
                 place = f"{name}.{key}"
                 found[there.get(place, STATE + OPTIMIZER_WRAPPERS + place)] = value
     return found
+
+
+def _fused(name: str) -> str:
+    """Return the name of the parameter that a half of a gated linear unit belongs to; any other's own."""
+    return name[: -len("_w")] if name.endswith(("_w", "_v")) and _GATED.fullmatch(name[: -len("_w")]) else name
 
 
 def settings_keys(keys: Iterable[str]) -> list[str]:
@@ -185,6 +196,10 @@ def load_settings(optimizer: Any, chunk: MegatronModule, entries: Mapping[str, A
             "checkpoint of the same model, or use --no-load-optim."
         )
     meta = {name: saved[short] for name, short in names.items()}
+    for name, values in state["state"].items():
+        # TransformerEngine's optimizers count steps by group, torch's by parameter.
+        if _STEP in values and _STEP in meta[name]:
+            values[_STEP].fill_(meta[name].pop(_STEP))
     try:
         optimizer.load_state_dict({"state": state["state"], "param_to_group_meta": meta})
     except (KeyError, ValueError) as error:

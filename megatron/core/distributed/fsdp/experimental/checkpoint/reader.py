@@ -321,10 +321,12 @@ def _is_tensor(entry: object) -> bool:
 
 
 def _is_chunk(chunk: object, size: torch.Size) -> bool:
+    # A torch.Size, but Megatron-FSDP v1 writes plain tuples.
     offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
     return (
-        isinstance(offsets, torch.Size)
-        and isinstance(sizes, torch.Size)
+        isinstance(offsets, tuple)
+        and isinstance(sizes, tuple)
+        and all(type(number) is int for number in (*offsets, *sizes))
         and len(offsets) == len(sizes) == len(size)
         and all(
             min(first, count) >= 0 and first + count <= limit
