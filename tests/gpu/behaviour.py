@@ -33,6 +33,8 @@ HOST_ONLY = {
     "test_cases.py": "reads source text",
     "test_schedule.py": "puts vector clocks in place of host streams; races.py asks the same of real streams",
     "test_fused_gradients.py": "runs megatron-core on hosts",
+    "test_interchange.py": "runs megatron-core on hosts",
+    "test_mcore_checkpoint.py": "runs megatron-core on hosts",
     "test_mcore_adapter.py": "runs megatron-core on hosts; run.sh trains with it on GPUs",
     "test_mcore_strategies.py": "runs megatron-core on hosts; run.sh trains with it on GPUs",
     "test_optimizer_strategies.py": "runs megatron-core on hosts; run.sh trains with it on GPUs",
