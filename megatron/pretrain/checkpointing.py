@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.core.distributed.fsdp.experimental.checkpoint import (
+    LATEST,
     BackgroundWriter,
     CheckpointError,
     Ranks,
@@ -29,6 +30,9 @@ from megatron.pretrain.torch_dist import TorchDistSource, write_torch_dist
 
 if TYPE_CHECKING:
     from megatron.pretrain.training import TrainState
+
+_SAME = ("global_batch_size", "seq_length", "seed", "split")
+"""Arguments that say which samples an iteration sees."""
 
 
 class Checkpoints:
@@ -74,12 +78,14 @@ class Checkpoints:
                     f"load of {path}: expected the iteration that it was saved at, got {iteration!r}. Use --finetune "
                     "to take the weights only."
                 )
-            saved_batch = getattr(self._source.arguments, "global_batch_size", args.global_batch_size)
-            if saved_batch != args.global_batch_size:
-                raise CheckpointError(
-                    f"load of {path}: expected --global-batch-size {saved_batch}, with which it was trained, got "
-                    f"{args.global_batch_size}; samples would be skipped or seen twice. Use that size, or --finetune."
-                )
+            for name in _SAME:
+                saved, given = (getattr(found, name, None) for found in (self._source.arguments, args))
+                if saved not in (None, given):
+                    flag = f"--{name.replace('_', '-')}"
+                    raise CheckpointError(
+                        f"load of {path}: expected {flag} {saved}, with which it was trained, got {given}; samples "
+                        f"would be skipped or seen twice. Use that value, or --finetune."
+                    )
             if iteration > args.train_iters:
                 raise CheckpointError(
                     f"load of {path}: expected an iteration up to --train-iters {args.train_iters}, got {iteration}. "
@@ -94,11 +100,20 @@ class Checkpoints:
             return None
         folder = Path(args.load)
         with self._ranks.together(f"load of {folder}"):
-            if (folder / ".metadata").is_file():
-                path: Path | None = folder
-            else:
+            path: Path | None = folder
+            if not (folder / ".metadata").is_file():
                 iteration = args.ckpt_step if args.ckpt_step is not None else read_latest(folder)
                 path = None if iteration is None else iteration_folder(folder, iteration)
+            elif args.ckpt_step is not None:
+                raise CheckpointError(
+                    f"load of {folder}: expected the folder of a run with --ckpt-step {args.ckpt_step}, got one "
+                    "checkpoint. Name the folder around it, or drop --ckpt-step."
+                )
+            if path is None and committed_iterations(folder):
+                raise CheckpointError(
+                    f"load of {folder}: expected {LATEST}, got none beside the checkpoints of iterations "
+                    f"{', '.join(map(str, committed_iterations(folder)))}. Name one of them with --ckpt-step."
+                )
             if path is None and args.exit_on_missing_checkpoint:
                 raise CheckpointError(
                     f"load of {folder}: expected a checkpoint, got none. Correct --load, or drop "
@@ -159,13 +174,19 @@ class Checkpoints:
 
         self._log.print(f"saving checkpoint at iteration {iteration:7d} to {folder} in {_format(args)} format")
         rank = self._ranks.index
+
+        def collected() -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            with self._ranks.together(f"save of {path}"):
+                found.update(collect(state, iteration, rank))
+            return found
+
         if not args.use_megatron_fsdp_v2:
             write_torch_dist(state, iteration, path, self._ranks, after_commit)
         elif self._writer is not None:
-            self._writer.write(lambda: collect(state, iteration, rank), path, overwrite=True, after_commit=after_commit)
+            self._writer.write(collected, path, overwrite=True, after_commit=after_commit)
         else:
-            collected = collect(state, iteration, rank)
-            write_checkpoint(collected, path, self._ranks, overwrite=True, after_commit=after_commit)
+            write_checkpoint(collected(), path, self._ranks, overwrite=True, after_commit=after_commit)
         self._saved_iteration = iteration
         done = "" if self._writer is None else " (being written)"
         self._log.print(f"  successfully saved checkpoint from iteration {iteration:7d} to {folder}{done}")

@@ -5,14 +5,26 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
+import os
+import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_checkpoint as names
-from megatron.core.distributed.fsdp.experimental.checkpoint import CheckpointError, Ranks, Verification
+from megatron.core.distributed.fsdp.experimental.checkpoint import (
+    CheckpointError,
+    Ranks,
+    Verification,
+    being_written,
+    checksum_file,
+    clean_interrupted,
+    commit,
+    staging_path,
+    write_manifest,
+)
 from megatron.core.distributed.fsdp.torch_dist_checkpoint import TorchDistCheckpoint
 from megatron.core.distributed.fsdp.torch_dist_groups import match_groups, saved_groups
 from megatron.pretrain.fsdp_dtensor import VERSION, keeping_bounds, load_schedule, plain_arguments
@@ -81,13 +93,18 @@ def _set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
     for live, saved in zip(base.param_groups, groups, strict=True):
         step = saved.pop("step", None)
         live.update(saved)
+        counts = [state for state in map(base.state.get, live["params"]) if state and "step" in state]
         if step is None:
+            if counts:
+                raise CheckpointError(
+                    "steps of the optimizer: expected them in the checkpoint, got moments without them. Use "
+                    "--no-load-optim."
+                )
             continue
         if "step" in live:
             live["step"] = step
-        for parameter in live["params"]:
-            if "step" in base.state.get(parameter, {}):
-                base.state[parameter]["step"].fill_(step)
+        for state in counts:
+            state["step"].fill_(step)
 
 
 def write_torch_dist(
@@ -98,37 +115,45 @@ def write_torch_dist(
     Raises:
         CheckpointError: It cannot be written; on every rank.
     """
-    staging = path.with_name(f"{path.name}.incomplete-0")
-    ranks.first(lambda: _make_empty(staging), f"save of {path}")
-    with ranks.together(f"save of {path}"):
-        model = state.model.sharded_state_dict(metadata=_METADATA)
-        sharded = {
-            "model": model,
-            "args": plain_arguments(state.args, iteration),
-            "checkpoint_version": VERSION,
-            "iteration": iteration,
-            "num_floating_point_operations_so_far": 0,
-        }
-        if not state.args.no_save_optim:
-            sharded["optimizer"] = state.optimizer.sharded_state_dict(model, metadata=_METADATA)
-            sharded["opt_param_scheduler"] = state.scheduler.state_dict()
-        dist_checkpointing.save(sharded, str(staging), content_metadata=_METADATA)
-    ranks.first(lambda: _commit(staging, path), f"save of {path}")
-    ranks.first(after_commit, f"save of {path}")
+    what = f"save of {path}"
+    staging = staging_path(path, ranks.gather(secrets.token_hex(4), what)[0])
+    ranks.first(_require_psutil, what)
+    ranks.first(lambda: clean_interrupted(path.parent), what)
+    with ExitStack() as held:
+        ranks.first(lambda: held.enter_context(being_written(staging)), what)
+        sharded: dict[str, Any] = {}
+        with ranks.together(what):
+            model = state.model.sharded_state_dict(metadata=_METADATA)
+            sharded = {
+                "model": model,
+                "args": plain_arguments(state.args, iteration),
+                "checkpoint_version": VERSION,
+                "iteration": iteration,
+                "num_floating_point_operations_so_far": 0,
+            }
+            if not state.args.no_save_optim:
+                sharded["optimizer"] = state.optimizer.sharded_state_dict(model, metadata=_METADATA)
+                sharded["opt_param_scheduler"] = state.scheduler.state_dict()
+        with ranks.together(what):
+            dist_checkpointing.save(sharded, str(staging), content_metadata=_METADATA)
+        ranks.first(lambda: _commit(staging, path), what)
+    ranks.first(after_commit, what)
 
 
-def _make_empty(staging: Path) -> None:
+def _require_psutil() -> None:
     if importlib.util.find_spec("psutil") is None:
         raise CheckpointError(
-            f"save of {staging}: expected the package psutil, which megatron-core's torch_dist writer needs, got a "
+            "save with megatron-core's DDP: expected the package psutil, which its torch_dist writer needs, got a "
             "Python without it. Run pip install psutil."
         )
-    if staging.exists():
-        shutil.rmtree(staging)
-    staging.mkdir(parents=True)
 
 
 def _commit(staging: Path, path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
-    staging.rename(path)
+    """Bring all files to the disk, list them in a manifest, and give the checkpoint its name."""
+    records = {}
+    for file in sorted(staging.iterdir()):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+        records[file.name] = checksum_file(file)
+    write_manifest(staging, records)
+    commit(staging, path)

@@ -65,6 +65,10 @@ def _model_alone(folder: str, narrow: bool, tied: bool) -> list[str]:
         other, _ = _chunk(False, narrow=narrow, tied=tied, **SWIGLU)
         other.load_state_dict(chunk.state_dict_for_save_checkpoint())
         assert all(torch.equal(value, expected[name]) for name, value in _whole(other).items())
+        half = chunk.state_dict_for_save_checkpoint()
+        del half["module.decoder.layers.0.mlp.linear_fc1.weight_v"]
+        with pytest.raises(RuntimeError, match=r"Missing key.*decoder\.layers\.0\.mlp\.linear_fc1\.weight"):
+            other.load_state_dict(half)
         return sorted(state)
 
 

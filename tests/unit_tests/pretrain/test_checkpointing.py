@@ -148,6 +148,10 @@ def _refuse(folder: str) -> None:
     assert "expected iter_0000005 there, got no such folder. It has checkpoints of iterations: 4." in error
     error = refused(f"--load {save}", TINY.replace("--global-batch-size 4", "--global-batch-size 8"))
     assert "expected --global-batch-size 4, with which it was trained, got 8" in error
+    error = refused(f"--load {save} --seed 77")
+    assert "expected --seed 1234, with which it was trained, got 77; samples would be skipped or seen twice" in error
+    error = refused(f"--load {save}/iter_0000004 --ckpt-step 4")
+    assert "expected the folder of a run with --ckpt-step 4, got one checkpoint" in error
     error = refused(f"--load {save}", TINY.replace("--train-iters 8", "--train-iters 3"))
     assert "expected an iteration up to --train-iters 3, got 4. Raise it, or use --finetune." in error
     error = refused(f"--load {save}", TINY.replace("--hidden-size 16", "--hidden-size 32"))
@@ -167,6 +171,14 @@ def _refuse(folder: str) -> None:
         (Path(save) / "latest_checkpointed_iteration.txt").write_text("forty")
     dist.barrier()
     assert "expected the number of an iteration, got 'forty'" in refused(f"--load {save}")
+    dist.barrier()
+    if rank == 0:
+        (Path(save) / "latest_checkpointed_iteration.txt").unlink()
+        (Path(save) / "iter_0000004/manifest.json").unlink()
+    dist.barrier()
+    error = refused(f"--load {save}")
+    assert "latest_checkpointed_iteration.txt, got none beside the checkpoints of iterations 4." in error
+    assert "expected a manifest, got no file" in refused(f"--load {save} --ckpt-step 4")
 
 
 def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:

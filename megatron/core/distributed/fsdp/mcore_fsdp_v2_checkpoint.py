@@ -120,14 +120,21 @@ def join_gated(state_dict: Mapping[str, Any], chunk: MegatronModule) -> dict[str
     whole = {canonical_name(name): tensor for name, tensor in chunk.module.state_dict(keep_vars=True).items()}
     halves = split_gated(whole, chunk.config)
     found: dict[str, Any] = {}
+    given: dict[str, dict[str, Any]] = {}
     for name, value in state_dict.items():
         short = canonical_name(name)
         if short in whole or short not in halves:
             found[short if name.startswith(_WRAPPER) else name] = value
-            continue
-        with torch.no_grad():
-            halves[short].copy_(value)
-        found[short[: -len("_w")]] = whole[short[: -len("_w")]].detach()
+        else:
+            given.setdefault(short[: -len("_w")], {})[short] = value
+    for name, values in given.items():
+        if len(values) == 2:  # one alone stays away, and the whole is missing
+            with torch.no_grad():
+                for half, value in values.items():
+                    halves[half].copy_(value)
+            found[name] = whole[name].detach()
+        else:
+            found.update(values)
     # A tied weight comes under one name.
     for name, tensor in whole.items():
         first = next((other for other in found if other in whole and whole[other] is tensor), None)

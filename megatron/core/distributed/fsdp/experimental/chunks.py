@@ -43,8 +43,14 @@ def write_items(fqn: str, local: torch.Tensor, geometry: ShardGeometry) -> list[
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(_chunk(box), properties, geometry.shape),
         )
-        for box in owned_boxes(geometry)
+        for box in owned_boxes(geometry) or _whole_if_empty(geometry)
     ]
+
+
+def _whole_if_empty(geometry: ShardGeometry) -> list[Box]:
+    """Return the one box of a tensor without elements, so that checkpoints know of it."""
+    shape = tuple(geometry.shape)
+    return [] if math.prod(shape) else [Box((0,) * len(shape), shape)]
 
 
 def elements_at(local: torch.Tensor, geometry: ShardGeometry, index: MetadataIndex) -> torch.Tensor:
@@ -54,7 +60,7 @@ def elements_at(local: torch.Tensor, geometry: ShardGeometry, index: MetadataInd
         ValueError: this rank has no box at these offsets.
     """
     start = 0
-    for box in owned_boxes(geometry):
+    for box in owned_boxes(geometry) or _whole_if_empty(geometry):
         numel = math.prod(box.sizes)
         if index.offset is not None and tuple(index.offset) == box.offsets:
             return local.view(-1)[start : start + numel].view(box.sizes)

@@ -5,7 +5,20 @@
 from .background_writer import BackgroundWriter
 from .checkpoint import CheckpointSaver, load_checkpoint, save_checkpoint
 from .errors import CheckpointError
-from .folder import committed_iterations, iteration_folder, keep_last, read_latest, write_latest
+from .folder import (
+    LATEST,
+    clean_interrupted,
+    commit,
+    committed_iterations,
+    iteration_folder,
+    keep_last,
+    read_latest,
+    staging_path,
+    write_latest,
+    write_manifest,
+)
+from .locks import being_written
+from .manifest import checksum_file
 from .optimizer_state import create_state, set_settings, set_state, settings_by_name, state_by_name
 from .pieces import Piece, is_whole, read_pieces
 from .planner import CompleteSavePlanner
@@ -15,6 +28,7 @@ from .unpickle import load_torch_file
 from .write import write_checkpoint
 
 __all__ = [
+    "LATEST",
     "BackgroundWriter",
     "CheckpointError",
     "CheckpointSaver",
@@ -24,6 +38,10 @@ __all__ = [
     "Piece",
     "Ranks",
     "Verification",
+    "being_written",
+    "checksum_file",
+    "clean_interrupted",
+    "commit",
     "committed_iterations",
     "create_state",
     "is_whole",
@@ -37,7 +55,9 @@ __all__ = [
     "set_settings",
     "set_state",
     "settings_by_name",
+    "staging_path",
     "state_by_name",
     "write_checkpoint",
     "write_latest",
+    "write_manifest",
 ]

@@ -19,13 +19,14 @@ import torch.distributed as dist
 
 from .. import collectives
 from .background import BackgroundSave
+from .errors import CheckpointError
 from .ranks import Ranks
 from .staging import HostStaging
 from .write import write_checkpoint
 
 
 class BackgroundWriter:
-    """Stages a state dict on the host and writes it in a thread; one at a time.
+    """Stages a state dict on the host and writes it in a thread; one at a time. `wait` before groups are destroyed.
 
     The next write waits for the one before, and so does the interpreter at its exit. Ranks talk through gloo groups of
     their own, one of them in the thread, so every rank must make the writer.
@@ -49,7 +50,7 @@ class BackgroundWriter:
         """Begin to write what `collect` returns; it may be changed again once this call is back.
 
         Args:
-            collect: called when the write before is over; its errors are raised here.
+            collect: called when the write before is over; raises on all ranks or on none.
             path: the checkpoint's folder.
             overwrite: replace a checkpoint that lies there.
             after_commit: called on the first rank once the checkpoint is on the disk.
@@ -58,10 +59,25 @@ class BackgroundWriter:
             CheckpointError: the write before has failed; on every rank. The new one is not begun.
         """
         self._wait(f"the save before {path}")
-        staged = self._staging.stage(collect())
-        self._background.start(
-            lambda: write_checkpoint(staged, path, self.ranks, overwrite=overwrite, after_commit=after_commit)
-        )
+        state = collect()
+        staged: dict[str, Any] = {}
+        with self.ranks.together(f"copy to the host for {path}"):
+            staged = self._staging.stage(state)
+
+        def write() -> None:
+            try:
+                write_checkpoint(staged, path, self.ranks, overwrite=overwrite, after_commit=after_commit)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                if self.ranks.group is None or dist.is_initialized():
+                    raise
+                raise CheckpointError(
+                    f"save of {path}: expected process groups until it is over, got destroy_process_group() before. "
+                    "Call wait() first."
+                ) from error
+
+        self._background.start(write)
         self._is_under_way = True
 
     def poll(self) -> None:

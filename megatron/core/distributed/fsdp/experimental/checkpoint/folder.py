@@ -23,11 +23,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .errors import CheckpointError
+from .errors import CheckpointError, write_error, writing
+from .locks import is_being_written
 from .manifest import FORMAT, MANIFEST, METADATA, FileRecord, manifest_text, read_manifest, verify_files
 
 __all__ = [
@@ -94,24 +94,6 @@ def step(name: str) -> None:
         on_step(name)
 
 
-def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> CheckpointError:
-    """Return the error of a failed write to `path`, with the bytes that were needed, if known, and those free."""
-    existing = next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("."))
-    needed = "" if needed_bytes is None else f" {needed_bytes} bytes"
-    return CheckpointError(
-        f"{path}: expected to write{needed}, got {error.strerror or error} with {shutil.disk_usage(existing).free} "
-        f"bytes free in {existing}. Free space there, mend its permissions, or save elsewhere."
-    )
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise write_error(path, error) from error
-
-
 def staging_path(final: Path, token: str) -> Path:
     """Return where the checkpoint `final` is written before it is committed: beside it.
 
@@ -158,7 +140,19 @@ def check_replaceable(final: Path) -> None:
 
 
 def commit(staging: Path, final: Path) -> None:
-    """Give a written checkpoint its final name, in place of an older one of that name.
+    """Give a written checkpoint its final name, in place of an older one of that name, which is deleted.
+
+    Raises:
+        CheckpointError: as `publish` and `settle`.
+    """
+    settle(final, publish(staging, final))
+
+
+def publish(staging: Path, final: Path) -> Path | None:
+    """Give a written checkpoint its final name; whatever fails, `final` is as it was before.
+
+    Returns:
+        Where an older one of that name lies now.
 
     Raises:
         CheckpointError: it has no manifest, what has its name is not a checkpoint only, or it cannot be renamed.
@@ -166,17 +160,30 @@ def commit(staging: Path, final: Path) -> None:
     if not (staging / MANIFEST).is_file():
         raise CheckpointError(f"commit of {staging}: expected a {MANIFEST}, got none. Finish writing it first.")
     check_replaceable(final)
-    with _writing(final):
+    with writing(final):
         _sync_folder(staging)
         step("staging_synced")
         replaced = _replace(staging, final) if final.exists() else None
         if replaced is None:
             staging.rename(final)
-        step("committed")
-        _sync_folder(final.parent)
-        step("parent_synced")
-    if replaced is not None:
-        remove_checkpoint(replaced)
+    return replaced
+
+
+def settle(final: Path, replaced: Path | None) -> None:
+    """Bring a published checkpoint's name to the disk, and delete what had it before.
+
+    Raises:
+        CheckpointError: one of these failed; the checkpoint is there.
+    """
+    step("committed")
+    try:
+        with writing(final):
+            _sync_folder(final.parent)
+            step("parent_synced")
+        if replaced is not None:
+            remove_checkpoint(replaced)
+    except CheckpointError as error:
+        raise CheckpointError(f"{final}: committed, but what comes after it failed: {error}") from error
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -187,7 +194,7 @@ def remove_checkpoint(path: Path) -> None:
     """
     base = path.name.partition(".incomplete-")[0].partition(".replaced-")[0]
     doomed = path.with_name(f"{base}.deleted-{secrets.token_hex(4)}")
-    with _writing(path):
+    with writing(path):
         path.rename(doomed)
         step("delete_renamed")
         shutil.rmtree(doomed)
@@ -195,7 +202,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def clean_interrupted(parent: Path) -> list[Path]:
-    """Remove what interrupted saves and deletions have left in a folder; no save may be going on there.
+    """Remove what interrupted saves and deletions have left in a folder, but not what is being written there.
 
     A checkpoint that an interrupted save had set aside to take its name gets the name back. Folders with anything else
     than files of a checkpoint stay, whatever they are called.
@@ -211,11 +218,11 @@ def clean_interrupted(parent: Path) -> list[Path]:
     removed = []
     for path in sorted(parent.iterdir()):
         aside = _SET_ASIDE.fullmatch(path.name)
-        with _writing(path):
+        with writing(path):
             if path.name == _NEXT_LATEST:
                 path.unlink()
                 removed.append(path)
-            elif not (aside or _INTERRUPTED.fullmatch(path.name)) or not _is_ours(path):
+            elif not (aside or _INTERRUPTED.fullmatch(path.name)) or not _is_ours(path) or is_being_written(path):
                 continue
             elif aside and not path.with_name(aside["final"]).exists():
                 path.rename(path.with_name(aside["final"]))
@@ -270,7 +277,7 @@ def write_latest(save_dir: Path, iteration: int) -> None:
     temporary = save_dir / _NEXT_LATEST
     _write_synced(temporary, str(iteration))
     step("latest_written")
-    with _writing(path):
+    with writing(path):
         temporary.replace(path)
         _sync_folder(save_dir)
     step("latest_moved")
@@ -301,7 +308,7 @@ def keep_last(save_dir: Path, n: int) -> list[Path]:
 
 
 def _write_synced(path: Path, text: str) -> None:
-    with _writing(path), path.open("w") as file:
+    with writing(path), path.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

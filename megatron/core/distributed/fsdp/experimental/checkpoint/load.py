@@ -67,6 +67,9 @@ class Load:
             _with_fields(self._entries, _FIELDS)
             self._info = self._entries.get(INFO, Namespace(aliases={}, extras={}))
             self._settings = self._entries.get(SETTINGS, Namespace(by_name={}, values={}))
+            # The last part of a key is the state's own name.
+            states = (key.removeprefix(STATE) for key in self.opened.keys if key.startswith(STATE))
+            self._names_with_state = {state.rpartition(".")[0] for state in states}
             self._saved_names = {name: self._saved_name(name) for name in self._state.tensors}
 
     def run(self, strict: bool) -> LoadReport:
@@ -180,7 +183,7 @@ class Load:
 
     def _is_state_saved(self, name: str) -> bool:
         saved = self._saved_names[name]
-        return saved in self._settings.values or any(key.startswith(f"{STATE}{saved}.") for key in self.opened.keys)
+        return saved in self._settings.values or saved in self._names_with_state
 
     def _merged(self) -> dict[str, str]:
         """Return keys of weights that are tied here and were saved besides the first one, and our key of that."""

@@ -92,20 +92,23 @@ def create_state(optimizer: Any, gradient_dtype: torch.dtype | None = None) -> N
         return
     saved = [group_settings(group) for group in optimizer.param_groups]
     gradients = [parameter.grad for parameter in every]
-    for parameter in every:
-        parameter.grad = None
-    for parameter in new:
-        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype)
-    for group in optimizer.param_groups:
-        # Zero gradients move nothing by themselves. The rate stays: some rules start their state from it.
-        group.update(weight_decay=0.0)
-    # Neither step hooks nor schedulers' counters are told: they may keep averages or counts of steps.
-    step = type(optimizer).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
-    for group, settings in zip(optimizer.param_groups, saved, strict=True):
-        _restore_settings(group, settings)
-    for parameter, gradient in zip(every, gradients, strict=True):
-        parameter.grad = gradient
+    try:
+        for parameter in every:
+            parameter.grad = None
+        for parameter in new:
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype)
+        for group in optimizer.param_groups:
+            # Zero gradients move nothing by themselves, unless they are divided by a moment of zero. The rate stays:
+            # some rules start their state from it.
+            group.update(weight_decay=0.0, **({"eps": 1.0} if group.get("eps") == 0 else {}))
+        # Neither step hooks nor schedulers' counters are told: they may keep averages or counts of steps.
+        step = type(optimizer).step
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+    finally:
+        for group, settings in zip(optimizer.param_groups, saved, strict=True):
+            _restore_settings(group, settings)
+        for parameter, gradient in zip(every, gradients, strict=True):
+            parameter.grad = gradient
     for parameter in new:
         state = optimizer.state[parameter]
         if "step" in state:

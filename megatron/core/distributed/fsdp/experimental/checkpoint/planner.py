@@ -5,18 +5,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from .boxes import numel
+from ..layout import Box
+from .boxes import numel, overlap
 from .errors import CheckpointError
 from .reader import chunk_box
 
@@ -24,7 +25,7 @@ from .reader import chunk_box
 class CompleteSavePlanner(DefaultSavePlanner):
     """Refuses a save in which no rank writes some elements of a tensor; DCP checks that of several ranks only.
 
-    A byte entry that several ranks have is the first one's; DCP would take that of any.
+    A byte entry or plain tensor that several ranks have is the first one's; DCP would take that of any, one by one.
     """
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -33,7 +34,7 @@ class CompleteSavePlanner(DefaultSavePlanner):
         Raises:
             CheckpointError: the chunks of a tensor do not add up to it.
         """
-        all_plans = _first_bytes_only(all_plans)
+        all_plans = _of_first_rank(all_plans)
         plans, metadata = super().create_global_plan(all_plans)
         for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
@@ -46,13 +47,13 @@ class CompleteSavePlanner(DefaultSavePlanner):
         return plans, metadata
 
 
-def _first_bytes_only(plans: list[SavePlan]) -> list[SavePlan]:
-    """Return the plans with each byte entry in the first that has it."""
+def _of_first_rank(plans: list[SavePlan]) -> list[SavePlan]:
+    """Return the plans with each byte entry and plain tensor in the first that has it."""
     seen: set[str] = set()
     found = []
     for plan in plans:
-        items = [i for i in plan.items if i.type != WriteItemType.BYTE_IO or i.index.fqn not in seen]
-        seen |= {item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO}
+        items = [item for item in plan.items if item.type == WriteItemType.SHARD or item.index.fqn not in seen]
+        seen |= {item.index.fqn for item in items if item.type != WriteItemType.SHARD}
         found.append(replace(plan, items=items))
     return found
 
@@ -78,13 +79,22 @@ class CoveringLoadPlanner(DefaultLoadPlanner):
             reads = create_read_items_for_chunk_list(key, entry, wanted)
             found = sum(math.prod(item.lengths) for item in reads)
             needed = sum(math.prod(chunk.sizes) for chunk in wanted)
-            if found != needed:
+            if found != needed or _have_overlap(reads):
                 raise CheckpointError(
-                    f"{key}: expected saved chunks that hold all {needed} elements of this rank once, got {found}. The "
-                    "save lost data: load an earlier checkpoint."
+                    f"{key}: expected saved chunks that hold all {needed} elements of this rank once, got {found}"
+                    f"{', some twice' if found == needed else ''}. The save lost data: load an earlier checkpoint."
                 )
             items += [item for item in reads if math.prod(item.lengths)]
         return LoadPlan(items)
+
+
+def _have_overlap(reads: Sequence[ReadItem]) -> bool:
+    """Whether two reads fill the same elements of a target."""
+    by_target: dict[Any, list[Box]] = {}
+    for item in reads:
+        box = Box(tuple(item.dest_offsets), tuple(item.lengths))
+        by_target.setdefault(item.dest_index, []).append(box)
+    return any(overlap(boxes) is not None for boxes in by_target.values() if len(boxes) > 1)
 
 
 def _local_chunks(tensor: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from .errors import CheckpointError
-from .folder import FORMAT, verify_files
+from .folder import FORMAT, read_manifest, verify_files
 from .planner import CoveringLoadPlanner
 from .ranks import Ranks
 from .reader import SafeReader, load_entry, load_metadata
@@ -65,10 +66,10 @@ class OpenCheckpoint:
         with ranks.together(f"load of {path}"):
             self.metadata: Metadata = load_metadata(path)
 
-    @property
-    def keys(self) -> set[str]:
+    @cached_property
+    def keys(self) -> frozenset[str]:
         """All keys."""
-        return set(self.metadata.state_dict_metadata)
+        return frozenset(self.metadata.state_dict_metadata)
 
     def is_tensor(self, key: str) -> bool:
         """Whether there is a tensor of this key."""
@@ -158,6 +159,11 @@ def _require_whole(path: Path, checksums: bool) -> None:
     for info in (metadata.storage_data or {}).values():
         least[info.relative_path] = max(least.get(info.relative_path, 0), info.offset + info.length)
     is_ours = getattr(metadata.storage_meta, "checkpoint_id", None) == FORMAT
+    if checksums and read_manifest(path) is None:
+        raise CheckpointError(
+            f"load of {path}: expected a manifest, got none: its writer kept no checksums that could be compared. Load "
+            "it without that."
+        )
     problems = verify_files(path, checksums=checksums, least_sizes=least, needs_manifest=is_ours)
     if problems:
         more = f" and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from .errors import CheckpointError
-from .folder import check_replaceable, clean_interrupted, commit, remove_checkpoint, staging_path
+from .folder import (
+    check_replaceable,
+    clean_interrupted,
+    publish,
+    remove_checkpoint,
+    settle,
+    staging_path,
+)
+from .locks import being_written
 from .planner import CompleteSavePlanner
 from .ranks import Ranks
 from .writer import CheckpointWriter
@@ -29,7 +38,7 @@ def write_checkpoint(
     overwrite: bool = False,
     after_commit: Callable[[], None] | None = None,
 ) -> None:
-    """Write a state dict; every rank must call it. Whatever fails, `path` is as it was before.
+    """Write a state dict; every rank must call it. If it fails before it is committed, `path` is as it was.
 
     Args:
         state_dict: nested dicts; DTensors and tensors are written as such, other values as byte entries. The same keys
@@ -40,27 +49,38 @@ def write_checkpoint(
         after_commit: called on the first rank once the checkpoint is on the disk.
 
     Raises:
-        CheckpointError: it cannot be written; on every rank.
+        CheckpointError: it cannot be written, or was committed and what follows failed, which the error says; on
+            every rank.
     """
     what = f"save of {path}"
     token = ranks.gather(secrets.token_hex(4), what)[0]
     staging = staging_path(path, token)
     ranks.first(lambda: _prepare(path, overwrite), what)
+    with ExitStack() as held:
+        ranks.first(lambda: held.enter_context(being_written(staging)), what)
+        try:
+            with ranks.together(what):
+                save(
+                    dict(state_dict),
+                    storage_writer=CheckpointWriter(staging),
+                    planner=CompleteSavePlanner(),
+                    process_group=ranks.group,
+                )
+            replaced = ranks.first(lambda: publish(staging, path), what)
+        except CheckpointError:
+            if ranks.index == 0 and staging.exists():
+                remove_checkpoint(staging)
+            raise
+    ranks.first(lambda: _finish(path, replaced, after_commit), what)
+
+
+def _finish(path: Path, replaced: Path | None, after_commit: Callable[[], None] | None) -> None:
+    """Do what follows a commit, all of it, whatever fails."""
     try:
-        with ranks.together(what):
-            save(
-                dict(state_dict),
-                storage_writer=CheckpointWriter(staging),
-                planner=CompleteSavePlanner(),
-                process_group=ranks.group,
-            )
-        ranks.first(lambda: commit(staging, path), what)
-    except CheckpointError:
-        if ranks.index == 0 and staging.exists():
-            remove_checkpoint(staging)
-        raise
-    if after_commit is not None:
-        ranks.first(after_commit, what)
+        settle(path, replaced)
+    finally:
+        if after_commit is not None:
+            after_commit()
 
 
 def _prepare(path: Path, overwrite: bool) -> None:
