@@ -25,8 +25,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _GRACE_S = 10.0
 
 
-def run_forked(words: Sequence[str], num_ranks: int, port: int, folder: Path, timeout_s: float) -> tuple[int, str, str]:
-    """Run the script on every rank; once one has failed, the others are ended.
+def run_forked(
+    words: Sequence[str], num_ranks: int, port: int, folder: Path, timeout_s: float, ends_others: bool = True
+) -> list[tuple[int, str, str]]:
+    """Run the script on every rank.
 
     Args:
         words: Flags.
@@ -34,9 +36,10 @@ def run_forked(words: Sequence[str], num_ranks: int, port: int, folder: Path, ti
         port: For the ranks' first meeting.
         folder: Where their output is kept.
         timeout_s: For all of it.
+        ends_others: Once a rank has failed, end the others soon.
 
     Returns:
-        The first exit status that is not 0, or 0; all ranks' output; all ranks' error output.
+        Every rank's exit status, output and error output.
     """
     variables = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -52,7 +55,7 @@ def run_forked(words: Sequence[str], num_ranks: int, port: int, folder: Path, ti
     deadline = time.monotonic() + timeout_s
     try:
         while running := [process for process in ranks if process.is_alive()]:
-            if any(process.exitcode for process in ranks):
+            if ends_others and any(process.exitcode for process in ranks):
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
             left = deadline - time.monotonic()
             if left <= 0 or not multiprocessing.connection.wait([process.sentinel for process in running], left):
@@ -61,10 +64,10 @@ def run_forked(words: Sequence[str], num_ranks: int, port: int, folder: Path, ti
         for process in ranks:
             process.kill()
             process.join()
-    outputs = [
-        "".join((folder / f"{name}{rank}").read_text() for rank in range(num_ranks)) for name in ("stdout", "stderr")
+    return [
+        (process.exitcode or 0, *((folder / f"{name}{rank}").read_text() for name in ("stdout", "stderr")))
+        for rank, process in enumerate(ranks)
     ]
-    return next((process.exitcode for process in ranks if process.exitcode), 0) or 0, outputs[0], outputs[1]
 
 
 def _run_rank(words: tuple[str, ...], variables: dict[str, str], folder: str, rank: int) -> None:

@@ -80,30 +80,23 @@ def launch(
     return Run(finished.returncode, finished.stdout, finished.stderr, records)
 
 
+def launch_forked(flags: Sequence[str], num_ranks: int, timeout_s: float = 120.0) -> Run:
+    """Run the script without torchrun, which is faster; the run may fail."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log.json")
+        words = (*flags, "--log-json", str(log))
+        ranks = run_forked(words, num_ranks, free_port(), Path(folder), timeout_s)
+        lines = log.read_text().splitlines() if log.exists() else []
+    codes, outputs, errors = zip(*ranks, strict=True)
+    code = next((code for code in codes if code), 0)
+    return Run(code, "".join(outputs), "".join(errors), tuple(json.loads(line) for line in lines))
+
+
 def launch_ranks_apart(flags: Sequence[str], num_ranks: int, timeout_s: float = 60.0) -> list[Run]:
     """Run each rank without torchrun, which would end the others as soon as one has failed."""
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(num_ranks)}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "pretrain_gpt.py", *flags],
-            cwd=REPOSITORY,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        outputs = [process.communicate(timeout=timeout_s) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [
-        Run(process.returncode, stdout, stderr, ())
-        for process, (stdout, stderr) in zip(processes, outputs, strict=True)
-    ]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_forked(flags, num_ranks, free_port(), Path(folder), timeout_s, ends_others=False)
+    return [Run(code, stdout, stderr, ()) for code, stdout, stderr in ranks]
 
 
 @cache
@@ -113,11 +106,6 @@ def launch_once(flags: tuple[str, ...], num_ranks: int) -> Run:
     Raises:
         AssertionError: The run failed; the message ends with its error output.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log.json")
-        words = (*flags, "--log-json", str(log))
-        code, stdout, stderr = run_forked(words, num_ranks, free_port(), Path(folder), timeout_s=120.0)
-        lines = log.read_text().splitlines() if log.exists() else []
-    run = Run(code, stdout, stderr, tuple(json.loads(line) for line in lines))
+    run = launch_forked(flags, num_ranks)
     assert run.returncode == 0, f"{flags} on {num_ranks} ranks:\n{run.stderr[-4000:]}"
     return run

@@ -16,7 +16,7 @@ import pytest
 
 from tests.unit_tests.pretrain.hugging_face import save_tokenizer
 
-from .launch_script import REPOSITORY, launch
+from .launch_script import REPOSITORY, launch_forked
 
 SMALL = (
     *("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
@@ -51,7 +51,7 @@ def test_training_reads_what_preprocessing_wrote(tmp_path: Path, tokenizer_type:
     assert written.startswith(f"Wrote {prefix}_text_document.bin and .idx (documents: 600, without text: 0, tokens: ")
     launcher, script, *flags = shlex.split(following.removeprefix("Next: "))
     assert (launcher, script) == ("python", "pretrain_gpt.py")
-    trained = launch((*flags, *SMALL), num_ranks)
+    trained = launch_forked((*flags, *SMALL), num_ranks)
     assert trained.returncode == 0, trained.stderr
     # The model knows nothing yet: the logarithm of 257 or 259 ids padded to 384.
     assert trained.series("lm_loss")[0] == pytest.approx(math.log(384), abs=0.1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .launch_script import launch
+from .launch_script import launch, launch_forked, launch_once
 
 FLAGS = (
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "64", "--swiglu"),
@@ -20,10 +20,10 @@ DISTRIBUTED = ("--use-distributed-optimizer",)
 
 def test_torch_dist_to_fsdp_dtensor(tmp_path: Path) -> None:
     save = ("--save", str(tmp_path / "ddp"), "--exit-interval", "4")
-    straight, begun = launch((*FLAGS, *DISTRIBUTED), 2), launch((*FLAGS, *DISTRIBUTED, *save), 2)
+    straight, begun = launch_once((*FLAGS, *DISTRIBUTED), 2), launch((*FLAGS, *DISTRIBUTED, *save), 2)
     assert begun.returncode == 0, begun.stderr[-3000:]
     load = ("--use-megatron-fsdp-v2", "--load", str(tmp_path / "ddp"), "--save", str(tmp_path / "v2"))
-    resumed = launch((*FLAGS, *load, "--no-load-rng"), 1)
+    resumed = launch_forked((*FLAGS, *load, "--no-load-rng"), 1)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     for name in ("lm_loss", "grad_norm", "validation_loss"):
         expected = straight.series(name)

@@ -299,7 +299,7 @@ def _overwrite(folder: str) -> None:
     assert "expected no checkpoint there yet, got one" in _error(lambda: save_checkpoint(model, optimizer, path))
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr("megatron.core.distributed.fsdp.experimental.checkpoint.write.commit", lambda *_: 1 / 0)
+            patch.setattr("megatron.core.distributed.fsdp.experimental.checkpoint.write.publish", lambda *_: 1 / 0)
         error = _error(lambda: save_checkpoint(model, optimizer, path, overwrite=True))
         assert "ZeroDivisionError" in error
     dist.barrier()
