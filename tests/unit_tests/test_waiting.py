@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +109,8 @@ READINGS: dict[str, Callable[[Any], Any]] = {
     "full_tensor": lambda gradient: gradient.full_tensor(),
     "data": lambda gradient: gradient.data,
     "item": lambda gradient: gradient.sum().item(),
+    "pickle": pickle.dumps,
+    "save": lambda gradient: torch.save(gradient, io.BytesIO()),
 }
 
 

@@ -40,6 +40,14 @@ class WaitingGradient(FsdpDTensor):
         """
         raise self._refusal("full_tensor")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: there are no values to pickle.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise self._refusal("pickle")
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"WaitingGradient({self._geometry.fqn}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
