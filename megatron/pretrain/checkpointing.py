@@ -84,7 +84,7 @@ class Checkpoints:
                     flag = f"--{name.replace('_', '-')}"
                     raise CheckpointError(
                         f"load of {path}: expected {flag} {saved}, with which it was trained, got {given}; samples "
-                        f"would be skipped or seen twice. Use that value, or --finetune."
+                        "would be skipped or seen twice. Use that value, or --finetune."
                     )
             if iteration > args.train_iters:
                 raise CheckpointError(
@@ -134,7 +134,8 @@ class Checkpoints:
         """Read the open checkpoint into a run.
 
         Raises:
-            CheckpointError: It is one of another model, optimizer or schedule; nothing has changed then.
+            CheckpointError: It is one of another model or optimizer, and nothing has changed; or of other settings or
+                another schedule, when weights have been read already. The run ends either way.
         """
         if self._source is None:
             return

@@ -132,8 +132,8 @@ class OpenCheckpoint:
                 more = f" and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
                 raise CheckpointError(
                     f"load of {self.path}: expected a checkpoint of this model and optimizer, got {len(problems)} "
-                    f"differences: {'; '.join(problems[:_LISTED])}{more}. Build the same model, or pass strict=False "
-                    "to leave out keys that are missing or unexpected."
+                    f"differences: {'; '.join(problems[:_LISTED])}{more}. Build the same model; load_checkpoint "
+                    "leaves out keys that are missing or unexpected with strict=False."
                 )
         return report
 
