@@ -65,16 +65,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "unit": {"device", "parameter_group", "indexed_order", "policy"},
     "reductions": {"device", "gradients", "unit"},
     "agreement": {"checksum", "collectives", "group_options", "unit"},
+    "prefetch": {"backward_task", "indexed_order", "unit"},
     "schedule": {
         "agreement",
         "backward_task",
         "device",
         "indexed_order",
         "initial_values",
+        "prefetch",
         "reductions",
         "unit",
     },
-    "controls": {"policy", "schedule", "unit"},
+    "controls": {"policy", "prefetch", "schedule", "unit"},
     "module": {
         "backward_task",
         "schedule",
@@ -112,6 +114,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "norms": {"collectives"},
     "elementwise": {"operations"},
     "local_step": {"dtensor", "parameter_group", "step_guard"},
+    "graph_device": set(),
+    "graph": {"graph_device", "module"},
     "optimizer": {"parameter_group", "dtensor", "elementwise", "full_values", "local_step"},
 }
 COMMUNICATION = {
@@ -170,7 +174,7 @@ def test_runtime_imports_only_torch_besides(name: str) -> None:
         assert not [item for item in names if item.split(".")[0] in {"megatron", "transformer_engine", "apex"}]
 
 
-@pytest.mark.parametrize("name", sorted(set(MAY_IMPORT) - {"device"}))
+@pytest.mark.parametrize("name", sorted(set(MAY_IMPORT) - {"device", "graph_device"}))
 def test_only_device_names_an_accelerator(name: str) -> None:
     named = {item for item in _dotted_names(PACKAGE / f"{name}.py") if item.startswith(("torch.cuda", "torch.Stream"))}
     assert not named

@@ -10,6 +10,7 @@ from .checks import check_shardable
 from .dbuffer import DBuffer
 from .dtensor import FsdpDTensor, gather_full, rows_of, shard_dtensor
 from .fully_shard import fully_shard, fully_shard_context
+from .graph import CapturedIteration, capture_iteration
 from .hooks import register_fsdp_forward_method
 from .lockstep import check_ranks
 from .module import FsdpModule
@@ -22,6 +23,7 @@ from .schedule import FsdpContext, microbatch
 __all__ = [
     "OUTER_STRATEGIES",
     "STRATEGIES",
+    "CapturedIteration",
     "CheckpointError",
     "CheckpointSaver",
     "DBuffer",
@@ -34,6 +36,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Placements",
     "SchedulePolicy",
+    "capture_iteration",
     "check_ranks",
     "check_shardable",
     "clip_grad_norm_",

@@ -10,15 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from .policy import SchedulePolicy
+from .prefetch import Direction
 from .schedule import FsdpContext
 from .unit import Unit
-
-Direction = Literal["forward", "backward"]
 
 _OWN_ATTRIBUTES = frozenset({"backward_task", "unshard_event"})
 

@@ -25,8 +25,13 @@ from .geometry import ShardGeometry
 from .gradient_buffers import GradientBuffers
 from .waiting import waiting_gradient
 
-_REFERENCES_OF_OURS = 3
-"""What sys.getrefcount says of a gradient that only the group holds: its list, the loop variable, the argument."""
+
+def _most_references(gradients: list[Any]) -> int:
+    return max(map(sys.getrefcount, gradients))
+
+
+_REFERENCES_OF_OURS = _most_references([object()])
+"""What Python counts for a gradient that only the group's list holds; interpreters differ in what a call adds."""
 
 
 class GroupGradients:
@@ -328,8 +333,7 @@ class GroupGradients:
         return False
 
     def _is_held_by_user(self) -> bool:
-        is_used = _num_uses(self.at.main) > self._num_uses
-        return is_used or any(sys.getrefcount(own) > _REFERENCES_OF_OURS for own in self._own)
+        return _num_uses(self.at.main) > self._num_uses or _most_references(self._own) > _REFERENCES_OF_OURS
 
     def _renew(self) -> None:
         """Leave gradients that somebody still holds as they are, and go on with new ones."""

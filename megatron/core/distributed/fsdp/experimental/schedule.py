@@ -14,16 +14,17 @@ is no record_stream and no host synchronisation; each wait below names the hazar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from .agreement import UnitRecord, check_units
-from .backward_task import PostBackward, at_end_of_backward, current_backward, is_in_backward
+from .backward_task import PostBackward, at_end_of_backward, current_backward
 from .device import Stream, current_stream, new_stream, profile_range, random_state, set_random_state
 from .indexed_order import IndexedOrder
 from .initial_values import initialize_values
+from .prefetch import Direction, units_ahead
 from .reductions import ReductionQueue
 from .unit import Unit, find_roots, order_units
 
@@ -186,6 +187,13 @@ class FsdpContext:
             self.reshard_idle_units()
         self.reductions.finish(self.current_stream())
 
+    def abandon(self) -> None:
+        """Bring all units to rest and forget what is under way, after an exception that no hook has seen."""
+        self._backward_tasks.clear()
+        for unit in self.forward_order:
+            unit._fsdp_abandon_backward()
+        self.reductions.finish(self.current_stream())
+
     def abandon_forward(self, root: Unit) -> None:
         """Bring units to rest whose forward was interrupted where torch runs no hooks, e.g. by a KeyboardInterrupt."""
         for unit in self.forward_order:
@@ -204,14 +212,18 @@ class FsdpContext:
 
     def unshard(self, unit: Unit) -> None:
         """Start gathering a unit's weights, unless they are there or on the way and still current."""
-        is_stale = any(group.is_stale for group in unit.parameter_groups)
+        groups = unit.parameter_groups
+        is_stale = is_lent = False
+        for group in groups:
+            is_stale = is_stale or group.is_stale
+            is_lent = is_lent or bool(group.lent)
         if unit.unshard_event is not None and not is_stale:
             return
-        if is_stale or any(group.lent for group in unit.parameter_groups):
+        if is_stale or is_lent:
             # Compute may still be writing main weights, or reading gathered ones that are about to be refreshed.
             self.allgather_stream.wait_stream(self.current_stream())
         with profile_range(f"fsdp.unshard {unit.name}"), self.allgather_stream:
-            for group in unit.parameter_groups:
+            for group in groups:
                 group.unshard()
             unit.unshard_event = self.allgather_stream.record_event()
 
@@ -226,42 +238,10 @@ class FsdpContext:
         # A gather ahead for a unit that did not run may still read what the optimizer is about to write.
         self.current_stream().wait_stream(self.allgather_stream)
 
-    def prefetch_forward(self, unit: Unit) -> None:
-        """Start gathering the units that come next in forward, within the unit's budget."""
-        policy, named = unit.schedule_policy, unit.prefetch_targets("forward")
-        if named is not None:
-            self._prefetch_named(named)
-            return
-        self._prefetch(unit, self.forward_order, policy.forward_prefetch_units, policy.forward_prefetch_numel)
-
-    def prefetch_backward(self, unit: Unit) -> None:
-        """Start gathering the units that come next in backward, within the unit's budget."""
-        policy, named = unit.schedule_policy, unit.prefetch_targets("backward")
-        if named is not None:
-            self._prefetch_named(named)
-            return
-        self._prefetch(unit, self.backward_order, policy.backward_prefetch_units, policy.backward_prefetch_numel)
-
-    def _prefetch_named(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            if unit.parameter_groups:
-                self.unshard(unit)
-
-    def _prefetch(self, unit: Unit, order: IndexedOrder[Unit], max_units: int, max_numel: int | None) -> None:
-        if max_units == 0:
-            return
-        num_units = numel = 0
-        # Roots are evaluated in any order, and no backward would free what was gathered for one that does not follow.
-        is_evaluation = not torch.is_grad_enabled() and not is_in_backward()
-        for successor in order.successors(unit):
-            if not successor.parameter_groups:
-                continue
-            if is_evaluation and successor._fsdp_root() is not unit._fsdp_root():
-                return
-            num_units += 1
-            numel += successor.num_parameter_elements
-            if num_units > max_units or (max_numel is not None and numel > max_numel):
-                return
+    def prefetch(self, unit: Unit, direction: Direction) -> None:
+        """Start gathering the units that come after `unit`, within its budget."""
+        order = self.forward_order if direction == "forward" else self.backward_order
+        for successor in units_ahead(unit, order, direction):
             self.unshard(successor)
 
     def reshard(self, unit: Unit) -> None:
