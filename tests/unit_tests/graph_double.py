@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from megatron.core.distributed.fsdp.experimental import graph
 class RepeatingDevice:
     """Captures by calling; the first replay finds the work done, later ones do it again into the same outputs."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator]) -> None:
         self.device = device
 
     def run(self, function: Callable[[], Any]) -> Any:

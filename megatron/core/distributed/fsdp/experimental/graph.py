@@ -40,6 +40,7 @@ def capture_iteration(
     example_inputs: Sequence[torch.Tensor],
     *,
     warmup: int = 3,
+    generators: Sequence[torch.Generator] = (),
 ) -> CapturedIteration:
     """Return a function that does what `step_fn` does, from its fourth call on by replaying one CUDA graph.
 
@@ -56,6 +57,7 @@ def capture_iteration(
         example_inputs: tensors of the shapes, dtypes and device of the inputs. A number that changes, such as a
             clipping norm, is passed as a 0-d tensor.
         warmup: steps before the capture, >= 1; they create optimizer state and communicators.
+        generators: those of random numbers on the device that `step_fn` uses besides the default one.
 
     Returns:
         A `CapturedIteration`; call it with new inputs.
@@ -85,7 +87,7 @@ def capture_iteration(
             f"capture_iteration optimizer: expected capturable=True, got False in param_groups {stuck}, whose step "
             f"count is on the host. Build {type(optimizer).__name__} with capturable=True."
         )
-    return CapturedIteration(models, units, optimizer, step_fn, example_inputs, warmup)
+    return CapturedIteration(models, units, optimizer, step_fn, example_inputs, warmup, generators)
 
 
 class CapturedIteration:
@@ -103,6 +105,7 @@ class CapturedIteration:
         step_fn: Callable[..., Any],
         example_inputs: Sequence[torch.Tensor],
         warmup: int,
+        generators: Sequence[torch.Generator],
     ) -> None:
         self._models = models
         self._optimizer = optimizer
@@ -111,7 +114,7 @@ class CapturedIteration:
         self._eager_left = warmup
         self._contexts = list({id(unit.context): unit.context for unit in units}.values())
         self._groups = [group for unit in units for group in unit.parameter_groups]
-        self._device = graph_device(self._contexts[0].device)
+        self._device = graph_device(self._contexts[0].device, generators)
         self._rates = [_LearningRate(group, self._contexts[0].device) for group in optimizer.param_groups]
         self._iterations: dict[Any, _Iteration] = {}
         self._state: list[Any] = []

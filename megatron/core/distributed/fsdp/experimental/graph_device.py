@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,10 +23,16 @@ class GraphDevice(Protocol):
 
 
 class CudaGraphDevice:
-    """CUDA graphs of one device, which share one memory pool."""
+    """CUDA graphs of one device, which share one memory pool.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: a CUDA device.
+        generators: those that the captured work uses besides the device's default one.
+    """
+
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator]) -> None:
         self._device = device
+        self._generators = [torch.cuda.default_generators[device.index], *generators]
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -42,21 +48,23 @@ class CudaGraphDevice:
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Return what replays the work that `function` issues, and what it returned; executes none of that work."""
         graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[self._device.index]
-        before = generator.clone_state()
+        for generator in self._generators[1:]:
+            graph.register_generator_state(generator)
+        before = [generator.clone_state() for generator in self._generators]
         try:
             # NCCL's watchdog queries events on a thread of its own, which a global capture would take for a mistake.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = function()
         except BaseException:
-            # Otherwise it waits for the end of a capture that has failed, and serves nobody until then.
-            generator.graphsafe_set_state(before)
+            # Otherwise they wait for the end of a capture that has failed, and serve nobody until then.
+            for generator, state in zip(self._generators, before, strict=True):
+                generator.graphsafe_set_state(state)
             raise
         return graph.replay, result
 
 
-def graph_device(device: torch.device) -> GraphDevice:
-    """Return what captures on `device`.
+def graph_device(device: torch.device, generators: Sequence[torch.Generator]) -> GraphDevice:
+    """Return what captures on `device`; arguments as `CudaGraphDevice`.
 
     Raises:
         NotImplementedError: the device has no CUDA graphs.
@@ -65,4 +73,4 @@ def graph_device(device: torch.device) -> GraphDevice:
         raise NotImplementedError(
             f"capture_iteration: expected a model on a CUDA device, got one on {device}. Run step_fn itself there."
         )
-    return CudaGraphDevice(device)
+    return CudaGraphDevice(device, generators)
