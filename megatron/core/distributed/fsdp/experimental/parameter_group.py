@@ -113,7 +113,7 @@ class FsdpParameterGroup:
             dtype=dtype,
             device=self._options.device,
             name=f"{self.name}.{kind}",
-            allocator=self._options.allocator,
+            allocator=self._options.allocator_of(kind),
             is_transient=is_transient,
         )
 
@@ -152,6 +152,7 @@ class FsdpParameterGroup:
             sharded, unsharded = make_pair(original, *pieces, geometry)
             self.sharded_parameters.append(sharded)
             self.unsharded_parameters.append(unsharded)
+        self.full_weight.followers = self.unsharded_parameters
 
     def rename(self, unit: str, prefix: str) -> None:
         """Name buffers after their unit, and parameters by their path, for errors and observers.

@@ -14,13 +14,13 @@ is no record_stream and no host synchronisation; each wait below names the hazar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .agreement import UnitRecord, check_units
 from .backward_task import PostBackward, at_end_of_backward, current_backward, is_in_backward
+from .context_memory import ContextMemory
 from .device import Stream, current_stream, new_stream, profile_range, random_state, set_random_state
 from .indexed_order import IndexedOrder
 from .initial_values import initialize_values
@@ -28,17 +28,15 @@ from .reductions import ReductionQueue
 from .unit import Unit, find_roots, order_units
 
 
-class FsdpContext:
+class FsdpContext(ContextMemory):
     """Streams, orders and microbatch state shared by FSDP roots that are built together.
 
     Args:
         device: device on which the units compute.
-        use_symmetric_memory: not supported yet.
+        use_symmetric_memory: see `ContextMemory`.
         unify_communication_stream: let all-gathers and reductions share one stream, which overlaps less and holds less
             memory at a time.
-
-    Raises:
-        NotImplementedError: `use_symmetric_memory` is asked for.
+        trace_pool: see `ContextMemory`.
     """
 
     def __init__(
@@ -46,11 +44,8 @@ class FsdpContext:
         device: torch.device,
         use_symmetric_memory: bool = False,
         unify_communication_stream: bool = False,
+        trace_pool: bool = False,
     ) -> None:
-        if use_symmetric_memory:
-            raise NotImplementedError(
-                "use_symmetric_memory: expected False, got True; symmetric memory is not supported yet. Leave it out."
-            )
         self.device = device
         self.use_symmetric_memory = use_symmetric_memory
         self.unify_communication_stream = unify_communication_stream
@@ -58,6 +53,8 @@ class FsdpContext:
         self.reduce_scatter_stream: Stream = (
             self.allgather_stream if unify_communication_stream else new_stream(device, "reduce_scatter")
         )
+        streams = (self.allgather_stream, self.reduce_scatter_stream)
+        self._set_up_memory(device, streams, use_symmetric_memory, trace_pool)
         self.is_last_microbatch = True
         self.num_units_in_forward = 0
         self.forward_order: IndexedOrder[Unit] = IndexedOrder()
@@ -194,6 +191,8 @@ class FsdpContext:
 
     def enter_forward(self) -> None:
         """Count a unit into forward."""
+        if self.pool is not None and self.num_units_in_forward == 0 and not is_in_backward():
+            self._begin_forward()
         self.num_units_in_forward += 1
 
     def exit_forward(self) -> None:
@@ -202,10 +201,17 @@ class FsdpContext:
 
     # --- weights --------------------------------------------------------------------------------------------------
 
-    def unshard(self, unit: Unit) -> None:
-        """Start gathering a unit's weights, unless they are there or on the way and still current."""
+    def unshard(self, unit: Unit, is_ahead: bool = False) -> None:
+        """Start gathering a unit's weights, unless they are there or on the way and still current.
+
+        Args:
+            unit: the unit.
+            is_ahead: whether it is not needed yet, so that it may be left for later.
+        """
         is_stale = any(group.is_stale for group in unit.parameter_groups)
         if unit.unshard_event is not None and not is_stale:
+            return
+        if self.pool is not None and not self._make_room(unit, is_ahead):
             return
         if is_stale or any(group.lent for group in unit.parameter_groups):
             # Compute may still be writing main weights, or reading gathered ones that are about to be refreshed.
@@ -245,7 +251,7 @@ class FsdpContext:
     def _prefetch_named(self, units: Sequence[Unit]) -> None:
         for unit in units:
             if unit.parameter_groups:
-                self.unshard(unit)
+                self.unshard(unit, is_ahead=True)
 
     def _prefetch(self, unit: Unit, order: IndexedOrder[Unit], max_units: int, max_numel: int | None) -> None:
         if max_units == 0:
@@ -262,7 +268,7 @@ class FsdpContext:
             numel += successor.num_parameter_elements
             if num_units > max_units or (max_numel is not None and numel > max_numel):
                 return
-            self.unshard(successor)
+            self.unshard(successor, is_ahead=True)
 
     def reshard(self, unit: Unit) -> None:
         """Free a unit's gathered weights once the work issued so far on the compute stream has read them."""
@@ -382,19 +388,3 @@ class FsdpContext:
             "while weights were released, and dropped them: a tensor left a unit's forward by another way than its "
             "outputs. Return it, or keep it as an attribute of one of the unit's modules."
         )
-
-
-@contextmanager
-def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
-    """Say whether backwards inside the block end a gradient accumulation.
-
-    Args:
-        context: the context of the model that runs.
-        is_last: False while further microbatches will add to the gradients. An adapted optimizer refuses to step
-            on gradients that are not finished.
-    """
-    previous, context.is_last_microbatch = context.is_last_microbatch, is_last
-    try:
-        yield
-    finally:
-        context.is_last_microbatch = previous
