@@ -7,6 +7,7 @@ Outside code imports from here only. `docs/design.md` says where each part lives
 
 from .checkpoint import CheckpointError, CheckpointSaver, LoadReport, load_checkpoint, save_checkpoint
 from .checks import check_shardable
+from .controls import microbatch
 from .dbuffer import DBuffer
 from .dtensor import FsdpDTensor, gather_full, rows_of, shard_dtensor
 from .fully_shard import fully_shard, fully_shard_context
@@ -18,7 +19,7 @@ from .norms import GradientStatistics, clip_grad_norm_, clip_grads_with_norm_, g
 from .optimizer import fully_shard_optimizer
 from .placement import Flat
 from .policy import OUTER_STRATEGIES, STRATEGIES, MixedPrecisionPolicy, Placements, SchedulePolicy
-from .schedule import FsdpContext, microbatch
+from .schedule import FsdpContext
 
 __all__ = [
     "OUTER_STRATEGIES",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,9 @@ class DBuffer:
     Attributes:
         origin: follows the name where ranks compare what they send: which of several models the buffer belongs to.
         local: [local_numel]; elements that belong to no tensor are undefined.
+        has_storage: whether memory is behind `local`, so that it may be read.
+        followers: tensors of others, one per tensor, that are to share memory with `pieces` wherever these move.
+        place: what the allocator remembers of this buffer.
         pieces: views of `local`, one per tensor. A whole tensor has its logical shape, whole rows the shape
             [rows, *shape[1:]], anything else is 1-D; which of these a tensor has is the same on every rank.
     """
@@ -69,15 +72,18 @@ class DBuffer:
         self.name = name
         self.origin = ""
         self.is_transient = is_transient
+        self.place: Any = None
+        self.followers: Sequence[torch.Tensor] = ()
         self._allocator = allocator
         self._gathers: dict[int, _Gather] = {}
         self._changes: dict[int, _Change] = {}
         self.local_range = self._range(self.placements)
         self.local = torch.empty(self.local_range.numel, dtype=dtype, device=device)
         self.pieces = self._make_pieces()
-        allocator.release(self.local)
+        allocator.release(self)
+        self.has_storage = not is_transient
         if not is_transient:
-            allocator.allocate(self.local)
+            allocator.allocate(self)
             self.local.zero_()
 
     def like(self) -> DBuffer:
@@ -130,19 +136,32 @@ class DBuffer:
     def allocate(self) -> None:
         """Give a transient buffer its storage, on the current stream; contents are undefined."""
         assert self.is_transient, "a resident buffer always has its storage"
-        self._allocator.allocate(self.local)
+        self._allocator.allocate(self)
+        self.has_storage = True
         report_access("allocate", writes=(self.name,))
 
     def release(self) -> None:
         """Take a transient buffer's storage back, on the current stream."""
         assert self.is_transient, "a resident buffer keeps its storage"
         report_access("free", writes=(self.name,))
-        self._allocator.release(self.local)
+        self._allocator.release(self)
+        self.has_storage = False
 
-    @property
-    def has_storage(self) -> bool:
-        """Whether memory is behind `local`, so that it may be read."""
-        return self.local.untyped_storage().nbytes() > 0
+    def move_to(self, local: torch.Tensor) -> None:
+        """Lie in another flat tensor from now on, and take `followers` along; contents are lost.
+
+        Called by the allocator, while nothing else holds views of the old one.
+
+        Args:
+            local: as the old one: [local_numel], same dtype and device.
+        """
+        self.local = local
+        self.pieces = self._make_pieces()
+        self._gathers.clear()
+        self._changes.clear()
+        if self.followers:
+            for follower, piece in zip(self.followers, self.pieces, strict=True):
+                follower.data = piece.data
 
     def copy_from(self, source: DBuffer) -> None:
         """Copy and cast another buffer with the same layout and local range."""

@@ -63,10 +63,10 @@ class FsdpParameterGroup:
     """
 
     def __init__(self, parameters: Sequence[OwnedParameter], options: GroupOptions, unit: str, index: int) -> None:
-        first, policy = parameters[0].parameter, options.mixed_precision_policy
+        originals, placements = [owned.parameter for owned in parameters], options.placements
         self.name = f"{unit}.{index}"
         self._index = index
-        self.trainable = [owned.parameter.requires_grad for owned in parameters]
+        self.trainable = [original.requires_grad for original in originals]
         self.requires_grad = any(self.trainable)
         self.fqns = [owned.fqn for owned in parameters]
         self._places = [owned.places for owned in parameters]
@@ -76,8 +76,8 @@ class FsdpParameterGroup:
         self.num_steps = self.num_freezes = 0
         self.on_requires_grad: weakref.WeakMethod[Callable[[], None]] | None = None
         self.context: weakref.ref[GroupContext] | None = None
-        compute_dtype, main_dtype = first.dtype, policy.main_dtype(first.dtype, first.requires_grad)
-        originals, placements = [owned.parameter for owned in parameters], options.placements
+        compute_dtype = originals[0].dtype
+        main_dtype = options.mixed_precision_policy.main_dtype(compute_dtype, self.requires_grad)
         self._mesh = ShardMesh(options.mesh, placements.shard_axes)
         self.layout = plan_layout([tensor.shape for tensor in originals], self._mesh.num_shards)
         self._built_on_meta = frozenset(index for index, tensor in enumerate(originals) if tensor.is_meta)
@@ -111,7 +111,7 @@ class FsdpParameterGroup:
             dtype=dtype,
             device=self._options.device,
             name=f"{self.name}.{kind}",
-            allocator=self._options.allocator,
+            allocator=self._options.allocator_of(kind),
             is_transient=is_transient,
         )
 
@@ -146,10 +146,11 @@ class FsdpParameterGroup:
         self.unsharded_parameters: list[nn.Parameter] = []
         for index, original in enumerate(originals):
             geometry = ShardGeometry(self.fqns[index], self.layout, index, self._mesh, weakref.ref(self))
-            pieces = self.main_weight.pieces[index], self.full_weight.pieces[index]
-            sharded, unsharded = make_pair(original, *pieces, geometry)
+            main, full = self.main_weight.pieces[index], self.full_weight.pieces[index]
+            sharded, unsharded = make_pair(original, main, full, geometry)
             self.sharded_parameters.append(sharded)
             self.unsharded_parameters.append(unsharded)
+        self.full_weight.followers = self.unsharded_parameters
 
     def rename(self, unit: str, prefix: str) -> None:
         """Name buffers after their unit, and parameters by their path, for errors and observers.

@@ -26,7 +26,7 @@ def units_ahead(unit: Unit, order: IndexedOrder[Unit], direction: Direction) -> 
     """
     named = unit.prefetch_targets(direction)
     if named is not None:
-        return named
+        return [successor for successor in named if successor.parameter_groups]
     policy = unit.schedule_policy
     max_units, max_numel = policy.forward_prefetch_units, policy.forward_prefetch_numel
     if direction == "backward":

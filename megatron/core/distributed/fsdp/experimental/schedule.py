@@ -14,13 +14,13 @@ is no record_stream and no host synchronisation; each wait below names the hazar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
 from .agreement import UnitRecord, check_units
-from .backward_task import PostBackward, at_end_of_backward, current_backward
+from .backward_task import PostBackward, at_end_of_backward, current_backward, is_in_backward
+from .context_memory import ContextMemory
 from .device import Stream, current_stream, new_stream, profile_range, random_state, set_random_state
 from .indexed_order import IndexedOrder
 from .initial_values import initialize_values
@@ -29,17 +29,15 @@ from .reductions import ReductionQueue
 from .unit import Unit, find_roots, order_units
 
 
-class FsdpContext:
+class FsdpContext(ContextMemory):
     """Streams, orders and microbatch state shared by FSDP roots that are built together.
 
     Args:
         device: device on which the units compute.
-        use_symmetric_memory: not supported yet.
+        use_symmetric_memory: see `ContextMemory`.
         unify_communication_stream: let all-gathers and reductions share one stream, which overlaps less and holds less
             memory at a time.
-
-    Raises:
-        NotImplementedError: `use_symmetric_memory` is asked for.
+        trace_pool: see `ContextMemory`.
     """
 
     def __init__(
@@ -47,11 +45,8 @@ class FsdpContext:
         device: torch.device,
         use_symmetric_memory: bool = False,
         unify_communication_stream: bool = False,
+        trace_pool: bool = False,
     ) -> None:
-        if use_symmetric_memory:
-            raise NotImplementedError(
-                "use_symmetric_memory: expected False, got True; symmetric memory is not supported yet. Leave it out."
-            )
         self.device = device
         self.use_symmetric_memory = use_symmetric_memory
         self.unify_communication_stream = unify_communication_stream
@@ -59,6 +54,8 @@ class FsdpContext:
         self.reduce_scatter_stream: Stream = (
             self.allgather_stream if unify_communication_stream else new_stream(device, "reduce_scatter")
         )
+        streams = (self.allgather_stream, self.reduce_scatter_stream)
+        self._set_up_memory(device, streams, use_symmetric_memory, trace_pool)
         self.is_last_microbatch = True
         self.num_units_in_forward = 0
         self.forward_order: IndexedOrder[Unit] = IndexedOrder()
@@ -202,6 +199,8 @@ class FsdpContext:
 
     def enter_forward(self) -> None:
         """Count a unit into forward."""
+        if self.pool is not None and self.num_units_in_forward == 0 and not is_in_backward():
+            self._begin_forward()
         self.num_units_in_forward += 1
 
     def exit_forward(self) -> None:
@@ -210,14 +209,21 @@ class FsdpContext:
 
     # --- weights --------------------------------------------------------------------------------------------------
 
-    def unshard(self, unit: Unit) -> None:
-        """Start gathering a unit's weights, unless they are there or on the way and still current."""
+    def unshard(self, unit: Unit, is_ahead: bool = False) -> None:
+        """Start gathering a unit's weights, unless they are there or on the way and still current.
+
+        Args:
+            unit: the unit.
+            is_ahead: whether it is not needed yet, so that it may be left for later.
+        """
         groups = unit.parameter_groups
         is_stale = is_lent = False
         for group in groups:
             is_stale = is_stale or group.is_stale
             is_lent = is_lent or bool(group.lent)
         if unit.unshard_event is not None and not is_stale:
+            return
+        if self.pool is not None and not self._make_room(unit, is_ahead):
             return
         if is_stale or is_lent:
             # Compute may still be writing main weights, or reading gathered ones that are about to be refreshed.
@@ -242,7 +248,7 @@ class FsdpContext:
         """Start gathering the units that come after `unit`, within its budget."""
         order = self.forward_order if direction == "forward" else self.backward_order
         for successor in units_ahead(unit, order, direction):
-            self.unshard(successor)
+            self.unshard(successor, is_ahead=True)
 
     def reshard(self, unit: Unit) -> None:
         """Free a unit's gathered weights once the work issued so far on the compute stream has read them."""
@@ -362,19 +368,3 @@ class FsdpContext:
             "while weights were released, and dropped them: a tensor left a unit's forward by another way than its "
             "outputs. Return it, or keep it as an attribute of one of the unit's modules."
         )
-
-
-@contextmanager
-def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
-    """Say whether backwards inside the block end a gradient accumulation.
-
-    Args:
-        context: the context of the model that runs.
-        is_last: False while further microbatches will add to the gradients. An adapted optimizer refuses to step
-            on gradients that are not finished.
-    """
-    previous, context.is_last_microbatch = context.is_last_microbatch, is_last
-    try:
-        yield
-    finally:
-        context.is_last_microbatch = previous
