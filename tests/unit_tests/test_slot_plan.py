@@ -53,7 +53,7 @@ def _peak(requests: Sequence[Request], events: Sequence[Event], key: str) -> int
 @given(traces())
 @settings(max_examples=300, deadline=None)
 def test_any_trace(trace: tuple[list[Request], list[Event]]) -> None:
-    """No overlap in space and time, arenas by key, no less than the peak and no more than all buffers, deterministic."""
+    """No overlap in space and time, arenas by key, no less than the peak, no more than all buffers, deterministic."""
     requests, events = trace
     plan = plan_slots(requests, events)
     assert plan == plan_slots(list(requests), list(events))
@@ -64,7 +64,7 @@ def test_any_trace(trace: tuple[list[Request], list[Event]]) -> None:
         arena = plan.arenas[slot.arena]
         assert arena.key == request.key and slot.offset % ALIGNMENT_BYTES == 0
         assert request.num_bytes <= slot.num_bytes < request.num_bytes + ALIGNMENT_BYTES
-        assert 0 <= slot.offset and slot.stop <= arena.num_bytes
+        assert slot.offset >= 0 and slot.stop <= arena.num_bytes
     assert len({arena.key for arena in plan.arenas}) == len(plan.arenas)
     for index, arena in enumerate(plan.arenas):
         members = [slot for slot in plan.slots if slot.arena == index]

@@ -24,7 +24,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,7 +71,8 @@ class _ArenaBlock:
     name: str
     local: torch.Tensor
     stream: Stream
-    place: Any = field(default=None)
+    followers: Sequence[torch.Tensor] = ()
+    place: Any = None
 
     def move_to(self, local: torch.Tensor) -> None:
         self.local = local
@@ -297,7 +298,8 @@ class TracePool:
         for place, block in chosen:
             if place.stream not in streams:
                 streams.append(place.stream)
-            key = (block.local.dtype, streams.index(place.stream))
+            # What graphs hold views of cannot move, and must not find its slot taken by what comes at any time.
+            key = (block.local.dtype, streams.index(place.stream), bool(block.followers))
             requests.append(Request(block.local.numel() * block.local.element_size(), key))
         numbers = {place.number: index for index, (place, _) in enumerate(chosen)}
         events = [Event(numbers[number], is_new) for number, is_new in self._events if number in numbers]
