@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from decoder import SHAPES, Decoder, Shape
 from mlp import MLP
+from qwen_image import CHANNELS, TEXT_WIDTH, QwenImage
 from torch import nn
 
 Inputs = tuple[torch.Tensor, ...]
@@ -28,12 +29,14 @@ class Training:
         layers: the modules, all of one class, that runtimes shard or compile one by one.
         draw: one microbatch from a random generator of the model's device; floating-point inputs are bf16.
         tokens: tokens of a microbatch.
+        has_unused: whether some parameters get no gradient.
     """
 
     model: nn.Module
     layers: Sequence[nn.Module]
     draw: Callable[[torch.Generator], Inputs]
     tokens: int
+    has_unused: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,32 @@ def build_mlp(layers: int, hidden: int, rows: int, device: torch.device, tokens:
     return Training(model, list(model.layers), draw, rows)
 
 
+def build_dit(
+    blocks: int, heads: int, side: int, text: int, batch: int, device: torch.device, tokens: int | None
+) -> Training:
+    """Return QwenImage's transformer that learns random noise; `side` is the square image's, in patches.
+
+    The last block's text goes nowhere, so that its weights get no gradient.
+    """
+    assert tokens is None, "its tokens are those of a square image and a text"
+    with device:
+        model = QwenImage(blocks, heads)
+
+    def draw(generator: torch.Generator) -> Inputs:
+        image, target = (batch, side**2, CHANNELS), (batch, side**2, CHANNELS)
+        shapes = (image, (batch, text, TEXT_WIDTH), (batch,), target)
+        return tuple(torch.rand(*size, device=device, generator=generator, dtype=torch.bfloat16) for size in shapes)
+
+    layers = list(model.transformer.transformer_blocks)
+    return Training(model, layers, draw, batch * (side**2 + text), has_unused=True)
+
+
 MODELS: dict[str, Model] = {
     **{name: Model(partial(build_decoder, shape)) for name, shape in SHAPES.items()},
     "mlp32": Model(partial(build_mlp, 32, 1024, 1024)),  # 269M parameters, bound by the host
+    # 12 of 60 blocks at 512 px: 4.1B parameters, 1024 patches and 128 tokens of text in each of 4 samples.
+    "dit": Model(partial(build_dit, 12, 24, 32, 128, 4), has_tokens=False, needs="diffusers"),
+    "dit_tiny": Model(partial(build_dit, 2, 2, 4, 8, 2), has_tokens=False, needs="diffusers"),
 }
-FOR_CPUS = ("tiny",)
+FOR_CPUS = ("tiny", "dit_tiny")
 """Small enough for a CPU, too small to say anything about a GPU."""

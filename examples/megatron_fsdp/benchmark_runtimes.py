@@ -87,7 +87,9 @@ def floor(training: Training, mesh: DeviceMesh) -> Setup:
 
 def ddp(training: Training, mesh: DeviceMesh) -> Setup:
     """PyTorch's DistributedDataParallel: fp32 weights, gradients and reductions, bf16 compute by autocast."""
-    wrapped = nn.parallel.DistributedDataParallel(training.model, gradient_as_bucket_view=True)
+    wrapped = nn.parallel.DistributedDataParallel(
+        training.model, gradient_as_bucket_view=True, find_unused_parameters=training.has_unused
+    )
     return Setup(
         wrapped,
         adamw(wrapped.parameters()),

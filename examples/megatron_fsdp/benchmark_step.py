@@ -75,6 +75,8 @@ class Bench:
         self.accumulation = accumulation
         torch.manual_seed(0)
         training = MODELS[model_name].build(device, tokens)
+        # Some runtimes make their fp32 weights from bf16 ones; all shall begin with the same.
+        training.model.bfloat16().float()
         self.tokens = training.tokens
         self.num_units = len(training.layers) + 1
         self.num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
