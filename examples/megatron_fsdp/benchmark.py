@@ -77,7 +77,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="write all numbers to this JSON file, again after every row")
     parser.add_argument("--markdown", type=Path, help="write what is printed at the end to this file, too")
     parser.add_argument("--plot", type=Path, help="draw times and memory to this .png, .pdf or .svg file")
-    parser.add_argument("--profile", type=Path, help="write a chrome trace of 2 steps of every row to this folder")
+    parser.add_argument("--profile", type=Path, help="write trace and timeline of 2 steps of every row to this folder")
     parser.add_argument("--timeout-s", type=float, default=600, help="limit for one row (default: %(default)s)")
     parser.add_argument("--commit", help="name of the measured commit (default: what git says)")
     arguments = parser.parse_args(words)
@@ -202,8 +202,11 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     rows: list[Row] = []
     for values in product(arguments.models, arguments.tokens or [None], arguments.accumulation, arguments.runtimes):
-        rows.append(measure(arguments, Case(*values)))
+        case = Case(*values)
+        rows.append(measure(arguments, case))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        if "schedule" in rows[-1]:
+            print(f"{case.name}: {rows[-1]['schedule']['description']}", file=sys.stderr, flush=True)
         report["machine"] = rows[-1].get("machine", report["machine"])
         if arguments.output:
             write(arguments.output, json.dumps({**report, "rows": compared(rows)}, indent=1) + "\n")

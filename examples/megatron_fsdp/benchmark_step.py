@@ -14,7 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ import torch.distributed as dist
 from benchmark_models import MODELS, Inputs
 from benchmark_runtimes import RUNTIMES, VARIANTS, Iteration, Setup
 from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.pretrain.profiling import ScheduleProfiler
+from megatron.pretrain.timeline import Exposure
 
 SETTLED_STEPS = 3
 """Memory is counted after so many steps: by then the optimizer's state and the allocator's cache exist.
@@ -122,13 +125,14 @@ class Bench:
         self.losses.append(torch.stack(losses).sum() if count > 1 else losses[0])
         return self.losses[-1]
 
-    def step(self) -> StepTime:
+    def step(self, recorded: Callable[[], AbstractContextManager[object]] = nullcontext) -> StepTime:
         """Run one step that all ranks begin together."""
         self.synchronize()
         dist.barrier()
         self.synchronize()
         start = time.perf_counter()
-        self.run(*self.inputs)
+        with recorded():
+            self.run(*self.inputs)
         issued = time.perf_counter()
         self.synchronize()
         end = time.perf_counter()
@@ -162,21 +166,13 @@ class Bench:
         first, last = self.losses[0].item(), self.losses[-1].item()
         return RankResult(times, first, last, memory)
 
-    def profile(self, path: Path) -> None:
-        """Write a chrome trace of a few more steps of rank 0."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
+    def profile(self, folder: Path, name: str) -> Exposure | None:
+        """Write trace and timeline of a few more steps of rank 0, and return what that one has seen."""
         is_writer = dist.get_rank() == 0
-        profiler = torch.profiler.profile(activities=activities) if is_writer else None
-        if profiler is not None:
-            profiler.start()
-        for _ in range(PROFILED_STEPS):
-            self.step()
-        if profiler is not None:
-            profiler.stop()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(path))
+        profiler = ScheduleProfiler(folder, name, skip=1, num_steps=PROFILED_STEPS, is_writer=is_writer)
+        for _ in range(1 + PROFILED_STEPS):
+            self.step(profiler.step)
+        return profiler.exposure
 
 
 def summarize(ranks: list[RankResult]) -> dict[str, Any]:
@@ -230,8 +226,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.model, arguments.runtime, device, tokens=arguments.tokens, accumulation=arguments.accumulation
     )
     mine = bench.measure(arguments.warmup, arguments.steps)
-    if arguments.profile is not None:
-        bench.profile(arguments.profile / f"{arguments.name}.json.gz")
+    exposure = None if arguments.profile is None else bench.profile(arguments.profile, arguments.name)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     summary = summarize(ranks)
@@ -241,6 +236,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens": bench.tokens,
         "machine": describe_machine(device),
         **summary,
+        **({} if exposure is None else {"schedule": {**asdict(exposure), "description": str(exposure)}}),
         "tokens_per_s_per_rank": 1e3 * bench.tokens * bench.accumulation / summary["ms"],
     }
 

@@ -137,12 +137,15 @@ def test_a_runtime_that_is_not_installed_is_no_failure(
     monkeypatch.setitem(sys.modules, "megatron_fsdp", None)
     flags = ["--models", "tiny", "--runtimes", "megatron_fsdp", "plain_adamw", "--nproc-per-node", "1"]
     assert benchmark.main([*flags, "--steps", "2", "--warmup", "3", "--profile", str(tmp_path / "traces")]) == 0
-    missing, measured = table_rows(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    assert "tiny-x1-plain_adamw: no communication in 2 steps of " in captured.err
+    missing, measured = table_rows(captured.out)
     assert missing["ms (min-max)"] == "not installed: megatron_fsdp"
     assert float(measured["optimizer"]) > 0 and measured["ms / fsdp2"] == measured["added µs/unit"] == "-"
     trace = json.loads(gzip.decompress((tmp_path / "traces/tiny-x1-plain_adamw.json.gz").read_bytes()))
     steps = [event for event in trace["traceEvents"] if event.get("name", "").startswith("Optimizer.step#AdamW")]
     assert len({event["ts"] for event in steps if event["ph"] == "X"}) == 2
+    assert (tmp_path / "traces/tiny-x1-plain_adamw.html").exists()
 
 
 @pytest.mark.parametrize(
