@@ -202,6 +202,19 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="go on after a loss or gradient that is no number",
     )
     add(
+        "--cuda-graph-impl",
+        type=one_of("none", "full_iteration"),
+        default="none",
+        help="Megatron-FSDP v2 on GPUs: full_iteration replays each iteration, the optimizer included, as one CUDA "
+        "graph",
+    )
+    add(
+        "--cuda-graph-warmup-steps",
+        type=_count,
+        default=3,
+        help="iterations before the capture",
+    )
+    add(
         "--recompute-granularity",
         type=one_of("full", "selective"),
         help="recompute whole layers, or the attention core, in backward",

@@ -78,6 +78,8 @@ def pretrain(command: Command) -> None:
     if is_done:
         _report_end(state, command)
     log.close()
+    if state.graph is not None:
+        state.graph.release()
     stop_process_groups()
 
 

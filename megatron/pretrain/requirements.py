@@ -18,6 +18,8 @@ FSDP_V2_FLAGS = (
     "--megatron-fsdp-main-grads-dtype",
     "--megatron-fsdp-grad-comm-dtype",
     "--megatron-fsdp-static-gradients",
+    "--cuda-graph-impl",
+    "--cuda-graph-warmup-steps",
 )
 DDP_FLAGS = (
     "--use-distributed-optimizer",
@@ -121,6 +123,7 @@ REQUIREMENTS = (
         lambda a: a.weight_decay_incr_style == "constant",
     ),
     _R(("--grad-reduce-in-bf16",), "--bf16", lambda a: a.bf16),
+    _R(("--cuda-graph-warmup-steps",), "--cuda-graph-impl full_iteration", lambda a: a.cuda_graph_impl != "none"),
     _R(FSDP_V2_FLAGS, "--use-megatron-fsdp-v2", lambda a: a.use_megatron_fsdp_v2),
     _R(
         ("--outer-dp-sharding-strategy",),

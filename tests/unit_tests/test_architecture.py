@@ -33,7 +33,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives": {"device"},
     "checksum": set(),
     "lockstep": {"collectives"},
-    "allocator": {"device"},
+    "allocator": set(),
+    "slot_plan": set(),
+    "trace_pool": {"allocator", "device", "slot_plan"},
     "scalars": set(),
     "shard_mesh": {"placement"},
     "geometry": {"layout", "collectives", "placement", "shard_mesh"},
@@ -45,7 +47,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dbuffer": {"placement", "layout", "collectives", "allocator", "device", "shard_mesh"},
     "fused_gradients": {"dbuffer", "device"},
     "gradient_buffers": {"dbuffer"},
-    "gradients": {"dbuffer", "device", "dtensor", "fused_gradients", "geometry", "gradient_buffers", "waiting"},
+    "gradients": {
+        "allocator",
+        "dbuffer",
+        "device",
+        "dtensor",
+        "fused_gradients",
+        "geometry",
+        "gradient_buffers",
+        "waiting",
+    },
     "parameter_pair": {"dtensor", "geometry"},
     "parameter_group": {
         "checksum",
@@ -65,16 +76,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "unit": {"device", "parameter_group", "indexed_order", "policy"},
     "reductions": {"device", "gradients", "unit"},
     "agreement": {"checksum", "collectives", "group_options", "unit"},
+    "prefetch": {"backward_task", "indexed_order", "unit"},
+    "context_memory": {"allocator", "device", "parameter_group", "trace_pool", "unit"},
     "schedule": {
         "agreement",
         "backward_task",
+        "context_memory",
         "device",
         "indexed_order",
         "initial_values",
+        "prefetch",
         "reductions",
         "unit",
     },
-    "controls": {"policy", "schedule", "unit"},
+    "controls": {"policy", "prefetch", "schedule", "unit"},
     "module": {
         "backward_task",
         "schedule",
@@ -112,6 +127,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "norms": {"collectives"},
     "elementwise": {"operations"},
     "local_step": {"dtensor", "parameter_group", "step_guard"},
+    "graph_device": set(),
+    "graph": {"graph_device", "module"},
     "optimizer": {"parameter_group", "dtensor", "elementwise", "full_values", "local_step"},
 }
 COMMUNICATION = {
@@ -170,7 +187,7 @@ def test_runtime_imports_only_torch_besides(name: str) -> None:
         assert not [item for item in names if item.split(".")[0] in {"megatron", "transformer_engine", "apex"}]
 
 
-@pytest.mark.parametrize("name", sorted(set(MAY_IMPORT) - {"device"}))
+@pytest.mark.parametrize("name", sorted(set(MAY_IMPORT) - {"device", "graph_device"}))
 def test_only_device_names_an_accelerator(name: str) -> None:
     named = {item for item in _dotted_names(PACKAGE / f"{name}.py") if item.startswith(("torch.cuda", "torch.Stream"))}
     assert not named
