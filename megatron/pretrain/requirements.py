@@ -40,7 +40,11 @@ LOAD_FLAGS = (
     "--use-checkpoint-opt_param-scheduler",
 )
 CHECKPOINT_FLAGS = ("--save", "--load", "--ckpt-format", "--exit-interval", *SAVE_FLAGS, *LOAD_FLAGS)
-OUTPUT_FLAGS = ("--plot", "--log-json", "--tensorboard-dir", "--tensorboard-log-interval")
+PROFILE_FLAGS = ("--profile-step-start", "--profile-step-end")
+OUTPUT_FLAGS = (
+    *("--plot", "--log-json", "--tensorboard-dir", "--tensorboard-log-interval"),
+    *("--profile-schedule", *PROFILE_FLAGS),
+)
 _ADAM_FLAGS = ("--adam-beta1", "--adam-beta2", "--adam-eps")
 _WSD_FLAGS = ("--lr-wsd-decay-style", "--lr-wsd-decay-iters")
 _FULL_RECOMPUTE_FLAGS = ("--recompute-method", "--recompute-num-layers")
@@ -145,6 +149,7 @@ REQUIREMENTS = (
     ),
     _R(LOAD_FLAGS, "--load", lambda a: a.load),
     _R(("--ckpt-format",), "--save or --load", lambda a: a.save or a.load),
+    _R(PROFILE_FLAGS, "--profile-schedule", lambda a: a.profile_schedule),
     _R(("--tensorboard-log-interval",), "--tensorboard-dir", lambda a: a.tensorboard_dir),
 )
 

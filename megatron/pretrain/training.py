@@ -35,6 +35,7 @@ from megatron.pretrain.data import Batch, DataIterators
 from megatron.pretrain.full_iteration import FullIteration, IterationResult, require_gpu
 from megatron.pretrain.log import StepResult, TrainingLog
 from megatron.pretrain.model import build_model
+from megatron.pretrain.profiling import ScheduleProfiler
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def build_train_state(
     return TrainState(args, model, optimizer, scheduler, data, log, iteration + 1, graph)
 
 
-def train(state: TrainState, checkpoints: Checkpoints) -> bool:
+def train(state: TrainState, checkpoints: Checkpoints, profiler: ScheduleProfiler) -> bool:
     """Run all iterations, with an evaluation after every --eval-interval and a checkpoint after every --save-interval.
 
     Returns:
@@ -101,7 +102,8 @@ def train(state: TrainState, checkpoints: Checkpoints) -> bool:
     log.restart_clock()
     for iteration in range(state.first_iteration, args.train_iters + 1):
         checkpoints.poll()
-        result = train_step(state)
+        with profiler.step():
+            result = train_step(state)
         log.record_step(iteration, result)
         if iteration % args.log_interval == 0:
             log.write_interval(iteration, result)

@@ -32,6 +32,7 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
     _complete_batch(args, world_size)
     _complete_schedules(args)
     _check_recompute(args)
+    _check_profile(args)
     _check_graph(args)
     complete_checkpoint_flags(args)
 
@@ -282,6 +283,18 @@ def _complete_schedules(args: argparse.Namespace) -> None:
             f"{args.end_weight_decay:g}",
             "--end-weight-decay",
             "Raise it",
+        )
+
+
+def _check_profile(args: argparse.Namespace) -> None:
+    start, end = args.profile_step_start, args.profile_step_end
+    if args.profile_schedule and not start < end <= args.train_iters:
+        _fail(
+            "Profile",
+            f"a number above --profile-step-start {start}, up to --train-iters {args.train_iters}",
+            str(end),
+            "--profile-step-end",
+            "Change one of them",
         )
 
 

@@ -143,6 +143,7 @@ ELSEWHERE = {
     "--distributed-timeout-minutes",
     *(f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context", "expert-model")),
     *("--log-json", "--tensorboard-dir", "--tensorboard-log-interval", "--plot"),
+    *("--profile-schedule", "--profile-step-start", "--profile-step-end"),
     *CHECKPOINT_FLAGS,
 }
 

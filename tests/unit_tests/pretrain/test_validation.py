@@ -135,7 +135,20 @@ def test_every_sharding_strategy_with_and_without_an_outer_axis(strategy: str, n
         assert checked(f"{line} {hybrid}", num_ranks).num_distributed_optimizer_instances == 2
 
 
+@pytest.mark.parametrize("line", ["--profile-step-start 12", "--train-iters 11 --profile-step-end 12"])
+def test_steps_to_record_are_steps_of_the_run(line: str) -> None:
+    assert checked(f"{line} --profile-schedule a --profile-step-end 13 --train-iters 13")
+    with pytest.raises(
+        ValueError,
+        match=r"^Profile: expected a number above --profile-step-start \d+, up to --train-iters \d+, got 12 for "
+        r"--profile-step-end\. Change one of them\.$",
+    ):
+        checked(f"--profile-schedule a {line}")
+
+
 IDLE = [
+    "--profile-step-start 3",
+    "--profile-step-end 50",
     "--num-query-groups 2",
     "--rotary-base 500",
     "--rotary-percent 0.5",
