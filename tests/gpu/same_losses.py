@@ -23,7 +23,18 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
     *("--use-megatron-fsdp-v2", "--bf16", "--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4"),
     *("--seq-length", "256", "--max-position-embeddings", "256", "--micro-batch-size", "4", "--lr", "1e-3"),
-    *("--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--min-lr", "1e-4", "--lr-warmup-fraction", "0.1"),
+    *(
+        "--split",
+        "98,2,0",
+        "--attention-dropout",
+        "0.1",
+        "--hidden-dropout",
+        "0.1",
+        "--min-lr",
+        "1e-4",
+        "--lr-warmup-fraction",
+        "0.1",
+    ),
     *("--log-interval", "1", "--eval-interval", "50", "--eval-iters", "2"),
 )
 GRAPH = ("--cuda-graph-impl", "full_iteration")
