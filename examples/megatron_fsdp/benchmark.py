@@ -89,10 +89,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--tokens: expected models whose number of tokens can be chosen, got {fixed[0]}.")
     if arguments.tokens is not None and min(arguments.tokens) < 1:
         parser.error(f"--tokens: expected at least 1, got {min(arguments.tokens)}.")
-    if arguments.warmup < SETTLED_STEPS:
-        parser.error(
-            f"--warmup: expected at least {SETTLED_STEPS}, got {arguments.warmup}; memory is counted from then."
-        )
+    if arguments.warmup <= SETTLED_STEPS:
+        least = SETTLED_STEPS + 1
+        parser.error(f"--warmup: expected at least {least}, got {arguments.warmup}; graphs are captured in that step.")
     return arguments
 
 
