@@ -53,6 +53,7 @@ class _Buffer:
     def __init__(self, number: int, numel: int, dtype: torch.dtype, pool: TracePool) -> None:
         self.name = f"buffer {number}"
         self.place: Any = None
+        self.num_plan_views = 0
         self.followers: Sequence[torch.Tensor] = ()
         self.local = torch.empty(numel, dtype=dtype)
         self.pool = pool

@@ -23,12 +23,14 @@ class Block(Protocol):
         local: [local_numel]; the flat tensor that needs storage.
         followers: tensors of others that share its memory, as gathered weights have; then graphs may hold views, too.
         place: what an allocator that knows the buffer remembers of it; None at first.
+        num_plan_views: views of `local` that the buffer has made for its plans.
     """
 
     name: str
     followers: Sequence[torch.Tensor]
     local: torch.Tensor
     place: Any
+    num_plan_views: int
 
     def move_to(self, local: torch.Tensor) -> None:
         """Lie in another flat tensor of the same size and dtype from now on, with all views; contents are lost."""

@@ -77,6 +77,7 @@ class DBuffer:
         self._allocator = allocator
         self._gathers: dict[int, _Gather] = {}
         self._changes: dict[int, _Change] = {}
+        self.num_plan_views = 0
         self.local_range = self._range(self.placements)
         self.local = torch.empty(self.local_range.numel, dtype=dtype, device=device)
         self.pieces = self._make_pieces()
@@ -159,6 +160,7 @@ class DBuffer:
         self.pieces = self._make_pieces()
         self._gathers.clear()
         self._changes.clear()
+        self.num_plan_views = 0
         if self.followers:
             for follower, piece in zip(self.followers, self.pieces, strict=True):
                 follower.data = piece.data
@@ -211,6 +213,7 @@ class DBuffer:
         known = self._changes.get(id(target.placements))
         if known is None:
             known = self._changes[id(target.placements)] = self._plan_change(target)
+            self.num_plan_views += sum(part is not None for part, _, _ in known.scatters)
         return known
 
     def _plan_change(self, target: DBuffer) -> _Change:
@@ -253,6 +256,7 @@ class DBuffer:
                     steps.append((self._part(self._range(current)), self.mesh.group(axis)))
             known = _Gather(placements, self._part(self._range(placements)), steps)
             self._gathers[id(placements)] = known
+            self.num_plan_views += 1 + len(steps)
         return known
 
     def _gather(self, gather: _Gather, shard: torch.Tensor, source: str) -> None:

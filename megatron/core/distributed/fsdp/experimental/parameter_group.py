@@ -146,8 +146,8 @@ class FsdpParameterGroup:
         self.unsharded_parameters: list[nn.Parameter] = []
         for index, original in enumerate(originals):
             geometry = ShardGeometry(self.fqns[index], self.layout, index, self._mesh, weakref.ref(self))
-            main, full = self.main_weight.pieces[index], self.full_weight.pieces[index]
-            sharded, unsharded = make_pair(original, main, full, geometry)
+            pieces = self.main_weight.pieces[index], self.full_weight.pieces[index]
+            sharded, unsharded = make_pair(original, *pieces, geometry)
             self.sharded_parameters.append(sharded)
             self.unsharded_parameters.append(unsharded)
         self.full_weight.followers = self.unsharded_parameters
@@ -259,8 +259,7 @@ class FsdpParameterGroup:
                 f"weights in {policy.main_params_dtype}, got one that was frozen when it was sharded and has "
                 f"{self.main_weight.dtype}. Shard it trainable and freeze it afterwards."
             )
-        callback = None if self.on_requires_grad is None else self.on_requires_grad()
-        if callback is not None:
+        if self.on_requires_grad is not None and (callback := self.on_requires_grad()) is not None:
             callback()
         if self.has_unreduced_gradients:
             raise RuntimeError(

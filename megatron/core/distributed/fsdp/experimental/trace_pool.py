@@ -47,7 +47,7 @@ class _Place:
         self.stream = stream
         self.needs_stream_check = not is_own_stream
         self.has_several_streams = False
-        self.num_uses = num_storage_uses(block.local)
+        self.num_uses = _num_uses(block)
         self.is_alive = False
         self.slot: Slot | None = None
         self.mask = 0
@@ -56,12 +56,16 @@ class _Place:
 
     def is_watched(self, block: Block) -> bool:
         """Return whether somebody but the runtime holds a view of the buffer's memory."""
-        return num_storage_uses(block.local) > self.num_uses
+        return _num_uses(block) > self.num_uses
 
     def move(self, block: Block, local: torch.Tensor) -> None:
         block.move_to(local)
         self.is_in_slot = local is self.local
-        self.num_uses = num_storage_uses(block.local)
+        self.num_uses = _num_uses(block)
+
+
+def _num_uses(block: Block) -> int:
+    return num_storage_uses(block.local) - block.num_plan_views
 
 
 @dataclass
@@ -73,6 +77,7 @@ class _ArenaBlock:
     stream: Stream
     followers: Sequence[torch.Tensor] = ()
     place: Any = None
+    num_plan_views: int = 0
 
     def move_to(self, local: torch.Tensor) -> None:
         self.local = local
