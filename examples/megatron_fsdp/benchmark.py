@@ -5,7 +5,7 @@
     python examples/megatron_fsdp/benchmark.py --output runs/benchmark.json --plot runs/benchmark.png
     python examples/megatron_fsdp/benchmark.py --models llama1b --tokens 512 1024 2048 4096 8192
     python examples/megatron_fsdp/benchmark.py --models llama1b --accumulation 1 4 8
-    python examples/megatron_fsdp/benchmark.py --models tiny    # on two CPU cores, in half a minute
+    python examples/megatron_fsdp/benchmark.py --models tiny    # on two CPU cores, in less than a minute
 
 Every row is measured in processes of its own, one after another. A runtime that fails is a row that gives its error,
 the others go on, and the exit status is 1; one that this machine cannot run is a row only. docs/benchmarks.md explains
