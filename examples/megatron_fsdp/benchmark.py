@@ -5,7 +5,7 @@
     python examples/megatron_fsdp/benchmark.py --output runs/benchmark.json --plot runs/benchmark.png
     python examples/megatron_fsdp/benchmark.py --models llama1b --tokens 512 1024 2048 4096 8192
     python examples/megatron_fsdp/benchmark.py --models llama1b --accumulation 1 4 8
-    python examples/megatron_fsdp/benchmark.py --models tiny    # on two CPU cores, in half a minute
+    python examples/megatron_fsdp/benchmark.py --models tiny    # on two CPU cores, in less than a minute
 
 Every row is measured in processes of its own, one after another. A runtime that fails is a row that gives its error,
 the others go on, and the exit status is 1; one that this machine cannot run is a row only. docs/benchmarks.md explains
@@ -89,10 +89,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--tokens: expected models whose number of tokens can be chosen, got {fixed[0]}.")
     if arguments.tokens is not None and min(arguments.tokens) < 1:
         parser.error(f"--tokens: expected at least 1, got {min(arguments.tokens)}.")
-    if arguments.warmup < SETTLED_STEPS:
-        parser.error(
-            f"--warmup: expected at least {SETTLED_STEPS}, got {arguments.warmup}; memory is counted from then."
-        )
+    if arguments.warmup <= SETTLED_STEPS:
+        least = SETTLED_STEPS + 1
+        parser.error(f"--warmup: expected at least {least}, got {arguments.warmup}; graphs are captured in that step.")
     return arguments
 
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -31,7 +32,7 @@ from megatron.pretrain.timeline import Exposure
 SETTLED_STEPS = 3
 """Memory is counted after so many steps: by then the optimizer's state and the allocator's cache exist.
 
-A runtime that captures its iteration runs it as often before.
+A runtime that captures its iteration does it in the next one.
 """
 
 PROFILED_STEPS = 2
@@ -85,9 +86,12 @@ class Bench:
         self.num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         self.setup: Setup = {**RUNTIMES, **VARIANTS}[runtime](training, mesh)
+        self.is_captured = self.setup.capture is not None
         generator = torch.Generator(device=device).manual_seed(100 + dist.get_rank())
         self.inputs: Inputs = sum((training.draw(generator) for _ in range(accumulation)), ())
         self.run: Iteration = self.iteration
+        if self.setup.capture is not None:
+            self.run = self.setup.capture(self.iteration, self.inputs, warmup=SETTLED_STEPS)
         self.losses: list[torch.Tensor] = []
         self.backward_issued_s = 0.0
         self.allocations_before = 0
@@ -104,7 +108,8 @@ class Bench:
     def iteration(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Take the inputs of all microbatches, run one step as a training loop does, and return its loss."""
         if len(self.losses) == SETTLED_STEPS and self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # also when the step is being captured: only then its memory is seen
+            # Here, because the allocator sees a graph's memory only while it is being captured.
+            torch.cuda.reset_peak_memory_stats()
             self.allocations_before = self.count_allocations()
         setup, count = self.setup, self.accumulation
         size = len(inputs) // count
@@ -122,8 +127,7 @@ class Bench:
         else:
             setup.optimizer.step()
             setup.optimizer.zero_grad(set_to_none=True)
-        self.losses.append(torch.stack(losses).sum() if count > 1 else losses[0])
-        return self.losses[-1]
+        return torch.stack(losses).sum() if count > 1 else losses[0]
 
     def step(self, recorded: Callable[[], AbstractContextManager[object]] = nullcontext) -> StepTime:
         """Run one step that all ranks begin together."""
@@ -132,33 +136,18 @@ class Bench:
         self.synchronize()
         start = time.perf_counter()
         with recorded():
-            self.run(*self.inputs)
+            loss = self.run(*self.inputs)
         issued = time.perf_counter()
         self.synchronize()
         end = time.perf_counter()
-        is_captured = self.setup.capture is not None
-        return StepTime(end - start, issued - start, None if is_captured else self.backward_issued_s - start)
-
-    def start(self) -> int:
-        """Let a runtime capture the iteration, and return how many steps that has taken."""
-        if self.setup.capture is None:
-            return 0
-        captured = self.setup.capture(self.iteration, self.inputs, warmup=SETTLED_STEPS)
-        self.synchronize()
-        del self.losses[SETTLED_STEPS:]  # the captured one has no value yet
-        self.allocations_before = self.count_allocations()
-
-        def replay(*inputs: torch.Tensor) -> torch.Tensor:
-            self.losses[SETTLED_STEPS:] = [captured(*inputs)]  # it is the same tensor in every step
-            return self.losses[-1]
-
-        self.run = replay
-        return SETTLED_STEPS
+        self.losses.append(loss)
+        if self.is_captured and len(self.losses) == SETTLED_STEPS + 1:
+            self.allocations_before = self.count_allocations()  # the graph has its memory now
+        return StepTime(end - start, issued - start, None if self.is_captured else self.backward_issued_s - start)
 
     def measure(self, warmup: int, steps: int) -> RankResult:
         """Run `warmup` steps, then `steps` that are timed."""
-        already = self.start()
-        times = [self.step() for _ in range(already, warmup + steps)][warmup - already :]
+        times = [self.step() for _ in range(warmup + steps)][warmup:]
         memory = None
         if self.device.type == "cuda":
             allocations = self.count_allocations() - self.allocations_before
@@ -230,14 +219,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     summary = summarize(ranks)
+    described = {"parameters": bench.num_parameters, "units": bench.num_units, "tokens": bench.tokens}
+    num_tokens = bench.tokens * bench.accumulation
+    # A graph that holds communication has to go before the process group does.
+    del bench
+    gc.collect()
     return {
-        "parameters": bench.num_parameters,
-        "units": bench.num_units,
-        "tokens": bench.tokens,
+        **described,
         "machine": describe_machine(device),
         **summary,
         **({} if exposure is None else {"schedule": {**asdict(exposure), "description": str(exposure)}}),
-        "tokens_per_s_per_rank": 1e3 * bench.tokens * bench.accumulation / summary["ms"],
+        "tokens_per_s_per_rank": 1e3 * num_tokens / summary["ms"],
     }
 
 

@@ -136,7 +136,7 @@ def test_a_runtime_that_is_not_installed_is_no_failure(
 ) -> None:
     monkeypatch.setitem(sys.modules, "megatron_fsdp", None)
     flags = ["--models", "tiny", "--runtimes", "megatron_fsdp", "plain_adamw", "--nproc-per-node", "1"]
-    assert benchmark.main([*flags, "--steps", "2", "--warmup", "3", "--profile", str(tmp_path / "traces")]) == 0
+    assert benchmark.main([*flags, "--steps", "2", "--warmup", "4", "--profile", str(tmp_path / "traces")]) == 0
     captured = capsys.readouterr()
     assert "tiny-x1-plain_adamw: no communication in 2 steps of " in captured.err
     missing, measured = table_rows(captured.out)
@@ -197,7 +197,7 @@ def fully_shard_optimizer(optimizer): return optimizer
         "--steps",
         "1",
         "--warmup",
-        "3",
+        "4",
     ]
     assert benchmark.main(flags) == 0
     captured = capsys.readouterr()
@@ -215,7 +215,7 @@ def fully_shard_optimizer(optimizer): return optimizer
             ["--models", "tiny", "dit", "--tokens", "9"],
             "--tokens: expected models whose number of tokens can be chosen, got dit.",
         ),
-        (["--warmup", "2"], "--warmup: expected at least 3, got 2; memory is counted from then."),
+        (["--warmup", "3"], "--warmup: expected at least 4, got 3; graphs are captured in that step."),
     ],
 )
 def test_numbers_without_a_meaning_are_refused(

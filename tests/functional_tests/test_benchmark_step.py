@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +17,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from tests.unit_tests.graph_double import graphs_on_the_host
 from tests.unit_tests.launch import run_ranks
 
 from .launch_script import REPOSITORY
 
 FOLDER = REPOSITORY / "examples/megatron_fsdp"
-Iteration = Callable[..., torch.Tensor]
 
 
 @contextmanager
@@ -35,48 +35,55 @@ def example(name: str) -> Iterator[Any]:
 
 
 def measure(runtime: str, accumulation: int) -> tuple[float, float, int, bool]:
-    """Return the first and the last loss of 5 steps, the number of times, and whether they have two parts."""
+    """Return the first and the last loss of 6 steps, the number of times, and whether they have two parts."""
     with example("benchmark_step") as step:
         bench = step.Bench("tiny", runtime, torch.device("cpu"), tokens=8, accumulation=accumulation)
-        result = bench.measure(3, 2)
+        result = bench.measure(4, 2)
         summary = step.summarize([result])
     has_parts = summary["forward_backward_host_ms"] is not None and summary["optimizer_host_ms"] is not None
     return result.first_loss, result.last_loss, len(result.times), has_parts
 
 
 def measure_captured(accumulation: int) -> tuple[float, float, int, bool]:
-    """Do the same with FSDP v2 whose iteration is called through something that stands for a graph."""
-    calls: list[int] = []
-
-    def capture(iteration: Iteration, example_inputs: tuple[torch.Tensor, ...], *, warmup: int) -> Iteration:
-        for _ in range(warmup):
-            iteration(*example_inputs)
-        loss = torch.empty((), dtype=torch.bfloat16)
-
-        def replay(*inputs: torch.Tensor) -> torch.Tensor:
-            calls.append(len(inputs))
-            return loss.copy_(iteration(*inputs))
-
-        return replay
-
-    with example("benchmark_runtimes") as runtimes:
-
-        def recipe(training: Any, mesh: Any) -> Any:
-            setup = runtimes.fsdp_v2(training, mesh)
-            return runtimes.replace(setup, capture=capture)
-
-        runtimes.VARIANTS["captured"] = recipe
-        result = measure("captured", accumulation)
-    assert calls == 2 * [2 * accumulation]
-    return result
+    """Do the same in a graph, of which the host has a double."""
+    with graphs_on_the_host():
+        return measure("fsdp_v2_graph", accumulation)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_captured_iteration_runs_as_many_steps_as_others(accumulation: int) -> None:
+def test_a_captured_iteration_trains_as_others(accumulation: int) -> None:
     (eager,) = run_ranks(1, measure, "fsdp_v2", accumulation)
     (captured,) = run_ranks(1, measure_captured, accumulation)
     assert eager[2:] == (2, True) and captured[2:] == (2, False)
     assert captured[:2] == eager[:2] and eager[1] < eager[0]
+
+
+def test_a_pool_changes_no_number() -> None:
+    assert run_ranks(2, measure, "fsdp_v2_pool", 2) == run_ranks(2, measure, "fsdp_v2", 2)
+
+
+def test_the_floor_is_captured_once_and_steps_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, double in {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda used: nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: events.append("replay")),
+        "graph": lambda graph, *, stream, capture_error_mode: nullcontext(events.append(capture_error_mode)),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    optimizer = SimpleNamespace(step=lambda: events.append("step"))
+
+    def iteration(x: torch.Tensor) -> torch.Tensor:
+        events.append("iteration")
+        return x + 1
+
+    with example("benchmark_floor") as floor:
+        run = floor.capture_floor(optimizer, iteration, (torch.tensor(4.0),), warmup=2)
+    assert [run(torch.tensor(4.0)).item() for _ in range(4)] == 4 * [5.0]
+    assert events[:4] == 2 * ["iteration", "step"]
+    assert events[4:] == ["thread_local", "iteration", "replay", "step", "replay", "step"]
 
 
 def compiled_trains_as_eager(runtime: str) -> list[tuple[float, float]]:
