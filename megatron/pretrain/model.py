@@ -139,7 +139,8 @@ def _wrap(
             megatron_fsdp_static_gradients=args.megatron_fsdp_static_gradients,
             overlap_grad_reduce=True,
             overlap_param_gather=True,
-            check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
+            # With a graph the loop looks at the norm once the iteration is over.
+            check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and args.cuda_graph_impl == "none",
         )
         return v2.FullyShardedDataParallel(config, ddp_config, model, pg_collection=groups)
 
