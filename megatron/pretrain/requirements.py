@@ -18,6 +18,8 @@ FSDP_V2_FLAGS = (
     "--megatron-fsdp-main-grads-dtype",
     "--megatron-fsdp-grad-comm-dtype",
     "--megatron-fsdp-static-gradients",
+    "--fsdp-trace-pool",
+    "--nccl-ub",
 )
 DDP_FLAGS = (
     "--use-distributed-optimizer",
@@ -118,6 +120,12 @@ REQUIREMENTS = (
     ),
     _R(("--grad-reduce-in-bf16",), "--bf16", lambda a: a.bf16),
     _R(FSDP_V2_FLAGS, "--use-megatron-fsdp-v2", lambda a: a.use_megatron_fsdp_v2),
+    _R(
+        ("--megatron-fsdp-static-gradients",),
+        "no --fsdp-trace-pool (with which gradients keep their memory in any case)",
+        lambda a: not a.fsdp_trace_pool,
+    ),
+    _R(("--nccl-ub",), "--fsdp-trace-pool", lambda a: a.fsdp_trace_pool),
     _R(
         ("--outer-dp-sharding-strategy",),
         "--num-distributed-optimizer-instances above 1",

@@ -76,7 +76,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "unit": {"device", "parameter_group", "indexed_order", "policy"},
     "reductions": {"device", "gradients", "unit"},
     "agreement": {"checksum", "collectives", "group_options", "unit"},
-    "context_memory": {"allocator", "device", "parameter_group", "trace_pool", "unit"},
+    "symmetric_memory": {"allocator", "collectives", "device"},
+    "context_memory": {"allocator", "device", "parameter_group", "symmetric_memory", "trace_pool", "unit"},
     "schedule": {
         "agreement",
         "backward_task",
