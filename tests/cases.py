@@ -208,7 +208,7 @@ CASES = (
         "compiled modules and graphs",
         note="torch.compile, with graph breaks at units; capture in CUDA graphs is not supported yet",
     ),
-    Case(112, "crash", "a unit larger than the pool", note="there is no pool"),
+    Case(112, "crash", "a unit larger than the pool", note="in a trace pool it has a place of its own size"),
     # Memory
     Case(113, "memory", "frozen units stay gathered in backward"),
     Case(114, "memory", "a deleted model keeps its memory"),

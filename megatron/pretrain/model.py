@@ -137,6 +137,8 @@ def _wrap(
             megatron_fsdp_main_grads_dtype=_DTYPES[args.megatron_fsdp_main_grads_dtype],
             megatron_fsdp_grad_comm_dtype=_DTYPES[args.megatron_fsdp_grad_comm_dtype],
             megatron_fsdp_static_gradients=args.megatron_fsdp_static_gradients,
+            megatron_fsdp_trace_pool=args.fsdp_trace_pool,
+            nccl_ub=args.nccl_ub,
             overlap_grad_reduce=True,
             overlap_param_gather=True,
             # With a graph the loop looks at the norm once the iteration is over.

@@ -77,7 +77,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reductions": {"device", "gradients", "unit"},
     "agreement": {"checksum", "collectives", "group_options", "unit"},
     "prefetch": {"backward_task", "indexed_order", "unit"},
-    "context_memory": {"allocator", "device", "parameter_group", "trace_pool", "unit"},
+    "symmetric_memory": {"allocator", "collectives", "device"},
+    "context_memory": {"allocator", "device", "parameter_group", "symmetric_memory", "trace_pool", "unit"},
     "schedule": {
         "agreement",
         "backward_task",
