@@ -14,16 +14,18 @@ is no record_stream and no host synchronisation; each wait below names the hazar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from .agreement import UnitRecord, check_units
-from .backward_task import PostBackward, at_end_of_backward, current_backward, is_in_backward
+from .agreement import Agreement, UnitRecord, check_units
+from .backward_task import PostBackward, at_end_of_backward, current_backward
 from .device import Stream, current_stream, new_stream, profile_range, random_state, set_random_state
 from .indexed_order import IndexedOrder
 from .initial_values import initialize_values
+from .learnt_order import LearntOrder
+from .prefetch import units_ahead
 from .reductions import ReductionQueue
 from .unit import Unit, find_roots, order_units
 
@@ -126,6 +128,8 @@ class FsdpContext:
         self.initialize_values()
         recorded = [unit for unit in self.forward_order if id(unit) in self._records]
         check_units([(unit, self._records[id(unit)]) for unit in recorded], self.device)
+        agreement = Agreement([self._records[id(unit)] for unit in recorded], self.device)
+        self.learnt_order = LearntOrder(self.forward_order, self.backward_order, agreement)
         self._records.clear()
         self._is_finalized = True
 
@@ -183,6 +187,7 @@ class FsdpContext:
             if unit.is_in_backward() and unit.backward_task not in self._backward_tasks:
                 unit._fsdp_abandon_backward()
         if not self._backward_tasks:
+            self.learnt_order.drop_backward()
             self.reshard_idle_units()
         self.reductions.finish(self.current_stream())
 
@@ -228,40 +233,14 @@ class FsdpContext:
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Start gathering the units that come next in forward, within the unit's budget."""
-        policy, named = unit.schedule_policy, unit.prefetch_targets("forward")
-        if named is not None:
-            self._prefetch_named(named)
-            return
-        self._prefetch(unit, self.forward_order, policy.forward_prefetch_units, policy.forward_prefetch_numel)
+        successors = self.learnt_order.after_forward(unit, self.num_units_in_forward)
+        for successor in units_ahead(unit, "forward", successors):
+            self.unshard(successor)
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Start gathering the units that come next in backward, within the unit's budget."""
-        policy, named = unit.schedule_policy, unit.prefetch_targets("backward")
-        if named is not None:
-            self._prefetch_named(named)
-            return
-        self._prefetch(unit, self.backward_order, policy.backward_prefetch_units, policy.backward_prefetch_numel)
-
-    def _prefetch_named(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            if unit.parameter_groups:
-                self.unshard(unit)
-
-    def _prefetch(self, unit: Unit, order: IndexedOrder[Unit], max_units: int, max_numel: int | None) -> None:
-        if max_units == 0:
-            return
-        num_units = numel = 0
-        # Roots are evaluated in any order, and no backward would free what was gathered for one that does not follow.
-        is_evaluation = not torch.is_grad_enabled() and not is_in_backward()
-        for successor in order.successors(unit):
-            if not successor.parameter_groups:
-                continue
-            if is_evaluation and successor._fsdp_root() is not unit._fsdp_root():
-                return
-            num_units += 1
-            numel += successor.num_parameter_elements
-            if num_units > max_units or (max_numel is not None and numel > max_numel):
-                return
+        successors = self.learnt_order.after_backward(unit)
+        for successor in units_ahead(unit, "backward", successors):
             self.unshard(successor)
 
     def reshard(self, unit: Unit) -> None:
@@ -342,6 +321,7 @@ class FsdpContext:
             for unit in closing:
                 if unit.is_in_backward():
                     unit._fsdp_abandon_backward()
+            self.learnt_order.drop_backward()
             self.reductions.finish(self.current_stream())
             raise
         if self._backward_tasks:
@@ -354,6 +334,7 @@ class FsdpContext:
         self.reductions.finish(self.current_stream())
         self._note_finality(is_last=self.is_last_microbatch)
         self._require_rest()
+        self.learnt_order.end_backward()
 
     def _require_rest(self) -> None:
         active = [unit.name for unit in self.forward_order if unit.is_in_backward()]
