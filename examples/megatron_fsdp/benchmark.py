@@ -1,13 +1,15 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Compares one training step of a decoder LM under several data-parallel runtimes, and prints a Markdown table.
+"""Compares one training step under several data-parallel runtimes, and prints a Markdown table.
 
-    python examples/megatron_fsdp/benchmark.py --models small llama1b llama7b --output runs/benchmark.json
-    python examples/megatron_fsdp/benchmark.py --models tiny    # on two CPU cores, in half a minute
+    python examples/megatron_fsdp/benchmark.py --output runs/benchmark.json --plot runs/benchmark.png
+    python examples/megatron_fsdp/benchmark.py --models llama1b --tokens 512 1024 2048 4096 8192
+    python examples/megatron_fsdp/benchmark.py --models llama1b --accumulation 1 4 8
+    python examples/megatron_fsdp/benchmark.py --models tiny    # on two CPU cores, in less than a minute
 
-Every (model, runtime) pair runs in processes of its own, one after another. A runtime that fails is a row that gives
-its error, the others go on, and the exit status is 1; one that is not installed is a row only. docs/benchmarks.md
-explains the columns, `benchmark_runtimes.py` shows how each runtime is set up.
+Every row is measured in processes of its own, one after another. A runtime that fails is a row that gives its error,
+the others go on, and the exit status is 1; one that this machine cannot run is a row only. docs/benchmarks.md explains
+the columns, `benchmark_runtimes.py` shows how each runtime is set up, `benchmark_models.py` what is trained.
 """
 
 from __future__ import annotations
@@ -24,67 +26,86 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
-from benchmark_runtimes import OPTIONAL_MODULES, RUNTIMES, STRATEGIES
+from benchmark_models import FOR_CPUS, MODELS
+from benchmark_plot import draw
+from benchmark_report import Row, compared, table
+from benchmark_runtimes import NEEDS_CUDA, NEEDS_PACKAGE, RUNTIMES, SLOW_ON_CPUS, VARIANTS
 from benchmark_step import SETTLED_STEPS
-from decoder import SHAPES
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 
-Row = dict[str, Any]
-"""model, runtime, status ("ok", "failed", "not installed"), and either an error or numbers."""
-
-BASE, BARE = "fsdp2", "plain"
-"""The runtime that ratios refer to, and the one whose host time is the module's own."""
-
-GIB = 2**30
 LOG_LINES_SHOWN = 60
-HEADINGS = (
-    *("model", "runtime", "ms (min-max)", f"ms / {BASE}", "tokens/s/GPU", "host ms", "fwd+bwd", "optimizer"),
-    *("added µs/unit", "allocated GiB", f"allocated / {BASE}", "reserved GiB", "reserved / allocated", "cudaMallocs"),
-    "loss first → last",
-)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one row measures; `tokens_asked` is None for the model's own number."""
+
+    model: str
+    tokens_asked: int | None
+    accumulation: int
+    runtime: str
+
+    @property
+    def name(self) -> str:
+        """A file name."""
+        tokens = "" if self.tokens_asked is None else f"-{self.tokens_asked}"
+        return f"{self.model}{tokens}-x{self.accumulation}-{self.runtime}"
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    models = [name for name in SHAPES if name != "tiny"] if torch.cuda.is_available() else ["tiny"]
+    has_gpu = torch.cuda.is_available()
+    models = [name for name in MODELS if name not in FOR_CPUS] if has_gpu else ["tiny"]
+    runtimes = [name for name in RUNTIMES if has_gpu or name not in SLOW_ON_CPUS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=models, help="default here: %(default)s")
-    choices = [*RUNTIMES, *STRATEGIES]
-    parser.add_argument("--runtimes", nargs="+", choices=choices, default=list(RUNTIMES), help="default: %(default)s")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=models, help="default here: %(default)s")
+    choices = [*RUNTIMES, *VARIANTS]
+    parser.add_argument("--runtimes", nargs="+", choices=choices, default=runtimes, help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, nargs="+", help="tokens of a sample (default: the model's own)")
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[1], help="microbatches a step (default: 1)")
     parser.add_argument("--nproc-per-node", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=6, help="steps before them (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="write all numbers to this JSON file, again after every row")
     parser.add_argument("--markdown", type=Path, help="write what is printed at the end to this file, too")
-    parser.add_argument("--profile", type=Path, help="write a chrome trace of 2 steps of every row to this folder")
+    parser.add_argument("--plot", type=Path, help="draw times and memory to this .png, .pdf or .svg file")
+    parser.add_argument("--profile", type=Path, help="write trace and timeline of 2 steps of every row to this folder")
     parser.add_argument("--timeout-s", type=float, default=600, help="limit for one row (default: %(default)s)")
     parser.add_argument("--commit", help="name of the measured commit (default: what git says)")
     arguments = parser.parse_args(words)
-    if arguments.steps < 1:
-        parser.error(f"--steps: expected at least 1, got {arguments.steps}.")
-    if arguments.warmup < SETTLED_STEPS:
-        parser.error(
-            f"--warmup: expected at least {SETTLED_STEPS}, got {arguments.warmup}; memory is counted from then."
-        )
+    for flag, least in (("steps", arguments.steps), ("accumulation", min(arguments.accumulation))):
+        if least < 1:
+            parser.error(f"--{flag}: expected at least 1, got {least}.")
+    fixed = [name for name in arguments.models if not MODELS[name].has_tokens]
+    if arguments.tokens is not None and fixed:
+        parser.error(f"--tokens: expected models whose number of tokens can be chosen, got {fixed[0]}.")
+    if arguments.tokens is not None and min(arguments.tokens) < 1:
+        parser.error(f"--tokens: expected at least 1, got {min(arguments.tokens)}.")
+    if arguments.warmup <= SETTLED_STEPS:
+        least = SETTLED_STEPS + 1
+        parser.error(f"--warmup: expected at least {least}, got {arguments.warmup}; graphs are captured in that step.")
     return arguments
 
 
-def command(arguments: argparse.Namespace, model: str, runtime: str, folder: Path) -> list[str]:
-    """Return the command that measures one pair and leaves its result in `folder`."""
+def command(arguments: argparse.Namespace, case: Case, folder: Path) -> list[str]:
+    """Return the command that measures one case and leaves its result in `folder`."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(arguments.nproc_per_node)]
     words += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(FOLDER / "benchmark_step.py")]
-    words += ["--model", model, "--runtime", runtime, "--folder", str(folder)]
+    words += ["--model", case.model, "--runtime", case.runtime, "--folder", str(folder), "--name", case.name]
+    words += ["--accumulation", str(case.accumulation)]
     words += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
+    words += ["--tokens", str(case.tokens_asked)] if case.tokens_asked is not None else []
     return words + (["--profile", str(arguments.profile)] if arguments.profile else [])
 
 
@@ -94,16 +115,24 @@ def environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(ROOT)])}
 
 
-def measure(arguments: argparse.Namespace, model: str, runtime: str) -> Row:
-    """Run one pair in processes of its own and return its row."""
-    row: Row = {"model": model, "runtime": runtime}
-    module = OPTIONAL_MODULES.get(runtime)
-    if module is not None and importlib.util.find_spec(module) is None:
-        return {**row, "status": "not installed"}
+def find_obstacle(case: Case) -> str | None:
+    """Return why this machine cannot run a case, or None if it can."""
+    for package in (MODELS[case.model].needs, NEEDS_PACKAGE.get(case.runtime)):
+        if package is not None and importlib.util.find_spec(package) is None:
+            return f"not installed: {package}"
+    return "needs CUDA" if case.runtime in NEEDS_CUDA and not torch.cuda.is_available() else None
+
+
+def measure(arguments: argparse.Namespace, case: Case) -> Row:
+    """Run one case in processes of its own and return its row."""
+    row: Row = asdict(case)
+    obstacle = find_obstacle(case)
+    if obstacle is not None:
+        return {**row, "status": obstacle}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         log = folder / "log"
-        words = command(arguments, model, runtime, folder)
+        words = command(arguments, case, folder)
         with log.open("w") as output:
             process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment())
             try:
@@ -118,10 +147,10 @@ def measure(arguments: argparse.Namespace, model: str, runtime: str) -> Row:
         result = folder / "result.json"
         if result.exists():  # all ranks have measured; gloo may abort a process while it ends (docs/LOG.md)
             if process.returncode != 0:
-                print(f"--- {model}, {runtime}: measured, then exit status {process.returncode}", file=sys.stderr)
+                print(f"--- {case.name}: measured, then exit status {process.returncode}", file=sys.stderr)
             return {**row, "status": "ok", **json.loads(result.read_text())}
         error = f"no result within {arguments.timeout_s:g} s" if is_late else find_error(folder, lines)
-    print(f"--- {model}, {runtime}, end of its output:", *lines[-LOG_LINES_SHOWN:], sep="\n", file=sys.stderr)
+    print(f"--- {case.name}, end of its output:", *lines[-LOG_LINES_SHOWN:], sep="\n", file=sys.stderr)
     return {**row, "status": "failed", "error": error}
 
 
@@ -134,50 +163,6 @@ def find_error(folder: Path, lines: list[str]) -> str:
     return spoken[-1] if spoken else "no output"
 
 
-def compared(rows: list[Row]) -> list[Row]:
-    """Return the rows with ratios to `BASE` and, against `BARE`, the host time that a runtime adds per unit."""
-    measured = {(row["model"], row["runtime"]): row for row in rows if row["status"] == "ok"}
-    result = []
-    for row in rows:
-        base, bare = measured.get((row["model"], BASE)), measured.get((row["model"], BARE))
-        more: Row = {}
-        if row["status"] == "ok":
-            has_memory = base is not None and row["peak_allocated_bytes"] is not None
-            added = row["forward_backward_host_ms"] - bare["forward_backward_host_ms"] if bare else None
-            more = {
-                "ms_ratio": row["ms"] / base["ms"] if base else None,
-                "allocated_ratio": row["peak_allocated_bytes"] / base["peak_allocated_bytes"] if has_memory else None,
-                "added_us_per_unit": None if added is None or row is bare else 1e3 * added / row["units"],
-            }
-        result.append({**row, **more})
-    return result
-
-
-def table(rows: list[Row]) -> str:
-    """Return the rows as Markdown; a dash is a number that this machine or this selection of runtimes cannot give."""
-
-    def number(value: float | None, digits: int = 2, unit: float = 1) -> str:
-        return "-" if value is None else f"{value / unit:.{digits}f}"
-
-    lines = [HEADINGS, ("---",) * len(HEADINGS)]
-    for row in rows:
-        if row["status"] != "ok":
-            text = f"failed: {row['error']}".replace("|", "\\|") if "error" in row else row["status"]
-            lines.append((row["model"], row["runtime"], text, *("-",) * (len(HEADINGS) - 3)))
-            continue
-        allocated, reserved = row["peak_allocated_bytes"], row["peak_reserved_bytes"]
-        cells = (
-            *(row["model"], row["runtime"], f"{row['ms']:.2f} ({row['ms_min']:.2f}-{row['ms_max']:.2f})"),
-            *(number(row["ms_ratio"]), number(row["tokens_per_s_per_rank"], 0), number(row["host_ms"])),
-            *(number(row["forward_backward_host_ms"]), number(row["optimizer_host_ms"])),
-            *(number(row["added_us_per_unit"], 0), number(allocated, unit=GIB), number(row["allocated_ratio"])),
-            *(number(reserved, unit=GIB), number(None if reserved is None else reserved / allocated)),
-            *(number(row["device_allocations"], 0), f"{row['first_loss']:.3f} → {row['last_loss']:.3f}"),
-        )
-        lines.append(cells)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
 def describe_commit() -> str:
     """Return what git calls the measured commit."""
     if shutil.which("git") is None:
@@ -186,41 +171,55 @@ def describe_commit() -> str:
     return subprocess.run(words, capture_output=True, text=True, cwd=ROOT).stdout.strip() or "unknown"
 
 
-def describe_megatron_fsdp() -> str:
-    """Return the version of Megatron-FSDP v1; a copy outside of any package has none."""
-    if importlib.util.find_spec("megatron_fsdp") is None:
-        return "not installed"
-    return next((found.version for found in importlib.metadata.distributions(name="megatron-fsdp")), "unknown")
+def describe_packages() -> str:
+    """Return the versions of the packages that some rows need; a copy outside of any package has none."""
+
+    def describe(name: str) -> str:
+        if importlib.util.find_spec(name) is None:
+            return "not installed"
+        return next((found.version for found in importlib.metadata.distributions(name=name)), "unknown")
+
+    packages = [*NEEDS_PACKAGE.values(), *(model.needs for model in MODELS.values() if model.needs is not None)]
+    return ", ".join(f"{name.replace('_', '-')} {describe(name)}" for name in dict.fromkeys(packages))
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file, and its folder if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure every pair, print the table, and return the exit status."""
+    """Measure every case, print the table, and return the exit status."""
     arguments = parse(words)
     report = {
         "date": date.today().isoformat(),
         "commit": arguments.commit or describe_commit(),
         "machine": "unknown",
-        "megatron_fsdp": describe_megatron_fsdp(),
+        "packages": describe_packages(),
         "command": shlex.join(["examples/megatron_fsdp/benchmark.py", *(sys.argv[1:] if words is None else words)]),
     }
     rows: list[Row] = []
-    for model in arguments.models:
-        for runtime in arguments.runtimes:
-            rows.append(measure(arguments, model, runtime))
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-            report["machine"] = rows[-1].get("machine", report["machine"])
-            if arguments.output:
-                arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                arguments.output.write_text(json.dumps({**report, "rows": compared(rows)}, indent=1) + "\n")
+    for values in product(arguments.models, arguments.tokens or [None], arguments.accumulation, arguments.runtimes):
+        case = Case(*values)
+        rows.append(measure(arguments, case))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        if "schedule" in rows[-1]:
+            print(f"{case.name}: {rows[-1]['schedule']['description']}", file=sys.stderr, flush=True)
+        report["machine"] = rows[-1].get("machine", report["machine"])
+        if arguments.output:
+            write(arguments.output, json.dumps({**report, "rows": compared(rows)}, indent=1) + "\n")
+    heading = f"{report['date']}, commit {report['commit']}, {report['machine']}, {report['packages']}"
     text = (
-        f"{report['date']}, commit {report['commit']}, {report['machine']}, megatron-fsdp {report['megatron_fsdp']}\n\n"
+        f"{heading}\n\n"
         f"`{report['command']}`: median (min-max) of {arguments.steps} steps after {arguments.warmup}.\n\n"
         f"{table(compared(rows))}\n"
     )
     print(text, end="", flush=True)
     if arguments.markdown:
-        arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
-        arguments.markdown.write_text(text)
+        write(arguments.markdown, text)
+    if arguments.plot:
+        draw(compared(rows), arguments.plot, heading)
     return int(any(row["status"] == "failed" for row in rows))
 
 

@@ -202,6 +202,19 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="go on after a loss or gradient that is no number",
     )
     add(
+        "--cuda-graph-impl",
+        type=one_of("none", "full_iteration"),
+        default="none",
+        help="Megatron-FSDP v2 on GPUs: full_iteration replays each iteration, the optimizer included, as one CUDA "
+        "graph",
+    )
+    add(
+        "--cuda-graph-warmup-steps",
+        type=_count,
+        default=3,
+        help="iterations before the capture",
+    )
+    add(
         "--recompute-granularity",
         type=one_of("full", "selective"),
         help="recompute whole layers, or the attention core, in backward",
@@ -385,4 +398,16 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="iterations between TensorBoard points",
     )
+    add(
+        "--profile-schedule",
+        metavar="FOLDER",
+        help="write trace and timeline of some steps of rank 0, and how much communication is exposed",
+    )
+    add(
+        "--profile-step-start",
+        type=_count,
+        default=10,
+        help="steps of this run before the first one that is recorded",
+    )
+    add("--profile-step-end", type=_count, default=12, help="steps of this run up to the last one that is recorded")
     add("--plot", metavar="PATH", help="draw the loss curve into this .png, .pdf or .svg at the end")

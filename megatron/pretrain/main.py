@@ -11,6 +11,7 @@ import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.pretrain.arguments import parse_arguments
@@ -20,6 +21,7 @@ from megatron.pretrain.requirements import CHECKPOINT_FLAGS, DDP_FLAGS, FSDP_V2_
 from megatron.pretrain.validation import validate
 
 if TYPE_CHECKING:
+    from megatron.pretrain.profiling import ScheduleProfiler
     from megatron.pretrain.training import TrainState
 
 
@@ -68,12 +70,30 @@ def pretrain(command: Command) -> None:
     iteration = checkpoints.open()
     state = training.build_train_state(args, data.build_iterators(args, iteration), log, iteration)
     checkpoints.load(state)
-    is_done = training.train(state, checkpoints)
+    with _open_profiler(args, place) as profiler:
+        is_done = training.train(state, checkpoints, profiler)
+    if args.profile_schedule and place.rank == 0:
+        print(profiler.report(), flush=True)
     checkpoints.finish()
     if is_done:
         _report_end(state, command)
     log.close()
+    if state.graph is not None:
+        state.graph.release()
     stop_process_groups()
+
+
+def _open_profiler(args: argparse.Namespace, place: Place) -> "ScheduleProfiler":
+    """Return what records the steps that --profile-schedule asks for, on rank 0."""
+    from megatron.pretrain.profiling import ScheduleProfiler
+
+    return ScheduleProfiler(
+        Path(args.profile_schedule or ""),
+        "schedule",
+        skip=args.profile_step_start,
+        num_steps=args.profile_step_end - args.profile_step_start,
+        is_writer=bool(args.profile_schedule) and place.rank == 0,
+    )
 
 
 def _report_end(state: "TrainState", command: Command) -> None:

@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
-_LIBRARIES = {"--plot": "matplotlib", "--tensorboard-dir": "tensorboard"}
+_LIBRARIES = {"--plot": "matplotlib", "--profile-schedule": "matplotlib", "--tensorboard-dir": "tensorboard"}
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Check --plot, --log-json, --save and --tensorboard-dir; called on every rank before the process groups exist.
+    """Check where the run will write; called on every rank before the process groups exist.
 
     Raises:
         ValueError: A path cannot be written, --plot has a suffix that is no picture's, or a library is missing.
@@ -30,6 +30,9 @@ def check_outputs(args: argparse.Namespace) -> None:
             _check_file(flag, Path(path))
     if args.save:
         check_folder("--save", Path(args.save))
+    if args.profile_schedule:
+        _check_library("--profile-schedule")
+        check_folder("--profile-schedule", Path(args.profile_schedule))
     if args.tensorboard_dir:
         _check_library("--tensorboard-dir")
         check_folder("--tensorboard-dir", Path(args.tensorboard_dir))

@@ -17,7 +17,7 @@ _FP8 = "The precisions are fp32 and --bf16: drop the flag."
 _ROPE_SCALING = "Rotary frequencies follow from --rotary-base and --rotary-percent alone: drop the flag."
 _PIPELINE = "Pipeline parallelism is not offered yet: drop the flag."
 _GARBAGE = "Python's garbage collector runs by itself: drop the flag."
-_PROFILE = "The script does not profile itself: drop the flag, and start it under a profiler."
+_PROFILE = "Write --profile-schedule FOLDER, or start the script under a profiler."
 _WANDB = "Curves go to --tensorboard-dir, --log-json and --plot: give one of these instead."
 _DEFAULT = "It is what this script does anyway: drop the flag."
 
@@ -71,7 +71,7 @@ REFUSED_FLAGS: dict[str, str] = {
         _PIPELINE,
     ),
     **dict.fromkeys(("--manual-gc", "--manual-gc-interval", "--manual-gc-eval"), _GARBAGE),
-    **dict.fromkeys(("--profile", "--profile-step-start", "--profile-step-end", "--use-pytorch-profiler"), _PROFILE),
+    **dict.fromkeys(("--profile", "--use-pytorch-profiler"), _PROFILE),
     **dict.fromkeys(("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"), _WANDB),
     "--recompute-activations": "Write --recompute-granularity selective.",
     "--no-position-embedding": "Write --position-embedding-type none.",

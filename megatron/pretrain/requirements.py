@@ -18,6 +18,8 @@ FSDP_V2_FLAGS = (
     "--megatron-fsdp-main-grads-dtype",
     "--megatron-fsdp-grad-comm-dtype",
     "--megatron-fsdp-static-gradients",
+    "--cuda-graph-impl",
+    "--cuda-graph-warmup-steps",
 )
 DDP_FLAGS = (
     "--use-distributed-optimizer",
@@ -38,7 +40,11 @@ LOAD_FLAGS = (
     "--use-checkpoint-opt_param-scheduler",
 )
 CHECKPOINT_FLAGS = ("--save", "--load", "--ckpt-format", "--exit-interval", *SAVE_FLAGS, *LOAD_FLAGS)
-OUTPUT_FLAGS = ("--plot", "--log-json", "--tensorboard-dir", "--tensorboard-log-interval")
+PROFILE_FLAGS = ("--profile-step-start", "--profile-step-end")
+OUTPUT_FLAGS = (
+    *("--plot", "--log-json", "--tensorboard-dir", "--tensorboard-log-interval"),
+    *("--profile-schedule", *PROFILE_FLAGS),
+)
 _ADAM_FLAGS = ("--adam-beta1", "--adam-beta2", "--adam-eps")
 _WSD_FLAGS = ("--lr-wsd-decay-style", "--lr-wsd-decay-iters")
 _FULL_RECOMPUTE_FLAGS = ("--recompute-method", "--recompute-num-layers")
@@ -117,6 +123,7 @@ REQUIREMENTS = (
         lambda a: a.weight_decay_incr_style == "constant",
     ),
     _R(("--grad-reduce-in-bf16",), "--bf16", lambda a: a.bf16),
+    _R(("--cuda-graph-warmup-steps",), "--cuda-graph-impl full_iteration", lambda a: a.cuda_graph_impl != "none"),
     _R(FSDP_V2_FLAGS, "--use-megatron-fsdp-v2", lambda a: a.use_megatron_fsdp_v2),
     _R(
         ("--outer-dp-sharding-strategy",),
@@ -142,6 +149,7 @@ REQUIREMENTS = (
     ),
     _R(LOAD_FLAGS, "--load", lambda a: a.load),
     _R(("--ckpt-format",), "--save or --load", lambda a: a.save or a.load),
+    _R(PROFILE_FLAGS, "--profile-schedule", lambda a: a.profile_schedule),
     _R(("--tensorboard-log-interval",), "--tensorboard-dir", lambda a: a.tensorboard_dir),
 )
 

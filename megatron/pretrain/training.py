@@ -32,8 +32,10 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.pretrain.checkpointing import Checkpoints
 from megatron.pretrain.data import Batch, DataIterators
+from megatron.pretrain.full_iteration import FullIteration, IterationResult, require_gpu
 from megatron.pretrain.log import StepResult, TrainingLog
 from megatron.pretrain.model import build_model
+from megatron.pretrain.profiling import ScheduleProfiler
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class TrainState:
     data: DataIterators
     log: TrainingLog
     first_iteration: int = 1
+    graph: FullIteration | None = None
 
 
 def build_train_state(
@@ -60,7 +63,9 @@ def build_train_state(
         log: Where the loop reports.
         iteration: The last one that has been trained.
     """
-    _seed_everything(args.seed)
+    if args.cuda_graph_impl == "full_iteration":
+        require_gpu()
+    _seed_everything(args.seed, args.cuda_graph_impl == "full_iteration")
     destroy_num_microbatches_calculator()
     init_num_microbatches_calculator(
         rank=torch.distributed.get_rank(),
@@ -79,10 +84,14 @@ def build_train_state(
         # Without it the wrapper reduces with every microbatch.
         config.no_sync_func = model.no_sync
         config.grad_sync_func = model.start_grad_sync
-    return TrainState(args, model, optimizer, scheduler, data, log, iteration + 1)
+    graph = None
+    if args.cuda_graph_impl == "full_iteration":
+        run = partial(_run_iteration, args, model, optimizer)
+        graph = FullIteration(model, optimizer, run, args.cuda_graph_warmup_steps)
+    return TrainState(args, model, optimizer, scheduler, data, log, iteration + 1, graph)
 
 
-def train(state: TrainState, checkpoints: Checkpoints) -> bool:
+def train(state: TrainState, checkpoints: Checkpoints, profiler: ScheduleProfiler) -> bool:
     """Run all iterations, with an evaluation after every --eval-interval and a checkpoint after every --save-interval.
 
     Returns:
@@ -93,7 +102,8 @@ def train(state: TrainState, checkpoints: Checkpoints) -> bool:
     log.restart_clock()
     for iteration in range(state.first_iteration, args.train_iters + 1):
         checkpoints.poll()
-        result = train_step(state)
+        with profiler.step():
+            result = train_step(state)
         log.record_step(iteration, result)
         if iteration % args.log_interval == 0:
             log.write_interval(iteration, result)
@@ -119,21 +129,36 @@ def train_step(state: TrainState) -> StepResult:
         Numbers that are equal on all ranks.
     """
     args, optimizer = state.args, state.optimizer
-    state.model.zero_grad_buffer()
-    optimizer.zero_grad()
-    losses = _run_schedule(state, state.data.train, forward_only=False)
-    is_updated, grad_norm, num_zeros = optimizer.step()
-    if is_updated:
+    if torch.cuda.is_available():
+        _round_learning_rates(optimizer)
+    if state.graph is None:
+        result = _run_iteration(args, state.model, optimizer, state.data.train)
+    else:
+        result = state.graph([next(state.data.train) for _ in range(get_num_microbatches())])
+        if args.check_for_nan_in_loss_and_grad:
+            _check_losses(result.losses)
+    if result.is_updated:
         state.scheduler.step(increment=args.global_batch_size)
-    total, num_tokens = _sum_over_ranks(losses)
+    total, num_tokens = _sum_over_ranks(result.losses)
     return StepResult(
         lm_loss=total / num_tokens if num_tokens else math.nan,
-        grad_norm=None if grad_norm is None else float(grad_norm),
-        num_zeros=float(num_zeros) if args.log_num_zeros_in_grad else num_zeros,
+        grad_norm=None if result.grad_norm is None else float(result.grad_norm),
+        num_zeros=float(result.num_zeros) if args.log_num_zeros_in_grad else result.num_zeros,
         loss_scale=float(optimizer.get_loss_scale()),
         learning_rate=_current_learning_rate(optimizer),
-        is_skipped=not is_updated,
+        is_skipped=not result.is_updated,
     )
+
+
+def _run_iteration(
+    args: argparse.Namespace, model: MegatronModule, optimizer: Any, data: Iterator[Batch]
+) -> IterationResult:
+    """Run all microbatches and update the weights; this is what a CUDA graph holds."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = _run_schedule(args, model, data, forward_only=False)
+    is_updated, grad_norm, num_zeros = optimizer.step()
+    return IterationResult(losses, is_updated, grad_norm, num_zeros)
 
 
 def report_evaluation(
@@ -159,7 +184,7 @@ def report_evaluation(
     total = num_tokens = 0.0
     with torch.no_grad():
         for _ in range(state.args.eval_iters):
-            part, part_tokens = _sum_over_ranks(_run_schedule(state, data, forward_only=True))
+            part, part_tokens = _sum_over_ranks(_run_schedule(state.args, state.model, data, forward_only=True))
             total += part
             num_tokens += part_tokens
     state.model.train()
@@ -167,17 +192,20 @@ def report_evaluation(
     state.log.write_validation(iteration, lm_loss, place, is_test=is_test)
 
 
-def _run_schedule(state: TrainState, data: Iterator[Batch], *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+def _run_schedule(
+    args: argparse.Namespace, model: MegatronModule, data: Iterator[Batch], *, forward_only: bool
+) -> torch.Tensor:
+    """Run all microbatches; return [microbatches, 2], the sum of the losses and the number of tokens of each."""
     losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, state.args),
+        forward_step_func=partial(_forward_step, args),
         data_iterator=data,
-        model=[state.model],
+        model=[model],
         num_microbatches=get_num_microbatches(),
-        seq_length=state.args.seq_length,
-        micro_batch_size=state.args.micro_batch_size,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
         forward_only=forward_only,
     )
-    return losses
+    return torch.stack([loss["lm loss"] for loss in losses])
 
 
 def _forward_step(args: argparse.Namespace, data: Iterator[Batch], model: MegatronModule) -> Any:
@@ -198,29 +226,38 @@ def _sum_losses(args: argparse.Namespace, mask: torch.Tensor, token_losses: torc
     mask = mask.view(-1).float()
     total = torch.sum(token_losses.float().view(-1) * mask)
     num_tokens = mask.sum().detach().to(torch.int)
-    if args.check_for_nan_in_loss_and_grad and not torch.isfinite(total):
+    # With a graph the host sees losses once the iteration is over.
+    if args.check_for_nan_in_loss_and_grad and args.cuda_graph_impl == "none":
+        _check_losses(total[None, None])
+    return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total.dtype)])}
+
+
+def _check_losses(losses: torch.Tensor) -> None:
+    """Refuse sums of losses, [microbatches, ...], that are no numbers; waits for the device."""
+    found = losses[:, 0]
+    if not bool(torch.isfinite(found).all()):
         raise RuntimeError(
-            f"Loss: expected a finite sum, got {total.item()} on rank "
+            f"Loss: expected a finite sum, got {found[~torch.isfinite(found)][0].item()} on rank "
             f"{torch.distributed.get_rank()} for the current "
             "microbatch. Lower --lr or check the data; --no-check-for-nan-in-loss-and-grad goes on "
             "regardless."
         )
-    return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total.dtype)])}
 
 
-def _sum_over_ranks(losses: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
+def _sum_over_ranks(losses: torch.Tensor) -> tuple[float, float]:
     """Add up [sum of losses, number of tokens] over microbatches and data-parallel ranks."""
-    pair = torch.stack([loss["lm loss"] for loss in losses]).double().sum(dim=0)
+    pair = losses.double().sum(dim=0)
     torch.distributed.all_reduce(pair, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     total, num_tokens = pair.tolist()
     return total, num_tokens
 
 
-def _seed_everything(seed: int) -> None:
+def _seed_everything(seed: int, is_captured: bool) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    # States that a graph can hold give the same numbers as others.
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=is_captured)
 
 
 def _build_optimizer(args: argparse.Namespace, model: MegatronModule) -> Any:
@@ -271,6 +308,12 @@ def _build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParam
         wsd_decay_steps=None if args.lr_wsd_decay_iters is None else args.lr_wsd_decay_iters * batch,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
+
+
+def _round_learning_rates(optimizer: Any) -> None:
+    """Round to float32, in which a CUDA graph reads learning rates: a run has the same numbers with and without one."""
+    for group in optimizer.param_groups:
+        group["lr"] = float(np.float32(group["lr"]))
 
 
 def _current_learning_rate(optimizer: Any) -> float:

@@ -32,6 +32,8 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
     _complete_batch(args, world_size)
     _complete_schedules(args)
     _check_recompute(args)
+    _check_profile(args)
+    _check_graph(args)
     complete_checkpoint_flags(args)
 
 
@@ -282,6 +284,30 @@ def _complete_schedules(args: argparse.Namespace) -> None:
             "--end-weight-decay",
             "Raise it",
         )
+
+
+def _check_profile(args: argparse.Namespace) -> None:
+    start, end = args.profile_step_start, args.profile_step_end
+    if args.profile_schedule and not start < end <= args.train_iters:
+        _fail(
+            "Profile",
+            f"a number above --profile-step-start {start}, up to --train-iters {args.train_iters}",
+            str(end),
+            "--profile-step-end",
+            "Change one of them",
+        )
+
+
+def _check_graph(args: argparse.Namespace) -> None:
+    """Refuse what the host has to know in the middle of an iteration."""
+    if args.cuda_graph_impl == "none":
+        return
+    for name in ("log_num_zeros_in_grad", "calculate_per_token_loss"):
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            _fail(
+                "CUDA graphs", "an iteration in which the host waits for nothing", flag, "--cuda-graph-impl", "Drop one"
+            )
 
 
 def _check_recompute(args: argparse.Namespace) -> None:

@@ -49,7 +49,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     folder = tmp_path_factory.mktemp("benchmark")
     (folder / "megatron_fsdp.py").write_text("raise ValueError('planted at import\\nand a second line')\n")
     flags = [*("--models", "tiny", "--steps", str(STEPS), "--warmup", str(WARMUP))]
-    flags += ["--runtimes", "megatron_fsdp", "plain", *TRAINED, "--commit", "abc123"]
+    flags += ["--runtimes", "megatron_fsdp", "plain", "floor", *TRAINED, "--accumulation", "2", "--tokens", "16"]
+    flags += ["--commit", "abc123", "--plot", str(folder / "out/plot.png")]
     flags += ["--output", str(folder / "out/numbers.json"), "--markdown", str(folder / "out/table.md")]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     command = [sys.executable, SCRIPT, *flags]
@@ -66,7 +67,8 @@ def test_a_failing_runtime_is_a_row_and_the_others_go_on(
     failed, *others = table_rows(run.stdout)
     assert failed["ms (min-max)"] == "failed: ValueError: planted at import"
     assert "and a second line" in run.stderr  # the end of the failed run's own output
-    assert [row["runtime"] for row in others] == ["plain", *TRAINED]
+    assert [row["runtime"] for row in others] == ["plain", "floor", *TRAINED]
+    assert others[1]["ms (min-max)"] == "needs CUDA"
     assert run.returncode == 1
 
 
@@ -75,13 +77,14 @@ def test_all_numbers_are_there_and_agree(finished: tuple[subprocess.CompletedPro
     report = json.loads((folder / "numbers.json").read_text())
     assert report["commit"] == "abc123" and "torch" in report["machine"] and SCRIPT in report["command"]
     rows: dict[str, dict[str, Any]] = {row["runtime"]: row for row in report["rows"]}
-    assert [row["status"] for row in rows.values()] == ["failed", "ok", "ok", "ok", "ok"]
+    assert [row["status"] for row in rows.values()] == ["failed", "ok", "needs CUDA", "ok", "ok", "ok"]
     for name in ("plain", *TRAINED):
         row = rows[name]
         assert all(row[number] > 0 for number in NUMBERS)
         assert all(row[number] is None for number in ON_GPUS_ONLY)
         assert row["ms_min"] <= row["ms"] <= row["ms_max"] and row["host_ms"] <= row["ms_max"]
-        assert row["tokens_per_s_per_rank"] == pytest.approx(32 / (row["ms"] / 1e3))
+        assert row["tokens_per_s_per_rank"] == pytest.approx(2 * 16 / (row["ms"] / 1e3))
+        assert (row["tokens"], row["accumulation"], row["floor_ratio"]) == (16, 2, None)
         assert row["ms_ratio"] == pytest.approx(row["ms"] / rows["fsdp2"]["ms"])
     bare = rows["plain"]["forward_backward_host_ms"]
     for name in TRAINED:
@@ -100,20 +103,26 @@ def test_all_runtimes_train_the_same_model(finished: tuple[subprocess.CompletedP
     assert rows["plain"]["last_loss"] == first
     for name in TRAINED:
         assert rows[name]["last_loss"] < first - 1 / 32
-        assert rows[name]["last_loss"] == pytest.approx(rows["fsdp2"]["last_loss"], abs=1 / 32)
+    assert rows["ddp"]["last_loss"] == pytest.approx(rows["fsdp2"]["last_loss"], abs=1 / 32)
+    # FSDP2 sums microbatches in bf16 and reduces once, FSDP v2 reduces each and sums in fp32.
+    assert rows["fsdp_v2"]["last_loss"] == pytest.approx(rows["fsdp2"]["last_loss"], abs=1 / 32)
 
 
 def test_the_table_shows_the_numbers(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     run, folder = finished
     assert (folder / "table.md").read_text() == run.stdout
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     numbers = {row["runtime"]: row for row in json.loads((folder / "numbers.json").read_text())["rows"]}
-    for row in table_rows(run.stdout)[1:]:
+    for row in table_rows(run.stdout):
+        if numbers[row["runtime"]]["status"] != "ok":
+            continue
         want = numbers[row["runtime"]]
         assert row["ms (min-max)"] == f"{want['ms']:.2f} ({want['ms_min']:.2f}-{want['ms_max']:.2f})"
         assert row["ms / fsdp2"] == f"{want['ms_ratio']:.2f}"
         assert row["host ms"] == f"{want['host_ms']:.2f}"
         assert row["loss first → last"] == f"{want['first_loss']:.3f} → {want['last_loss']:.3f}"
-        assert row["allocated GiB"] == row["cudaMallocs"] == "-"
+        assert row["tokens"] == "16" and row["microbatches"] == "2"
+        assert row["allocated GiB"] == row["cudaMallocs"] == row["ms / floor"] == "-"
 
 
 @pytest.fixture
@@ -127,13 +136,16 @@ def test_a_runtime_that_is_not_installed_is_no_failure(
 ) -> None:
     monkeypatch.setitem(sys.modules, "megatron_fsdp", None)
     flags = ["--models", "tiny", "--runtimes", "megatron_fsdp", "plain_adamw", "--nproc-per-node", "1"]
-    assert benchmark.main([*flags, "--steps", "2", "--warmup", "3", "--profile", str(tmp_path / "traces")]) == 0
-    missing, measured = table_rows(capsys.readouterr().out)
-    assert missing["ms (min-max)"] == "not installed"
+    assert benchmark.main([*flags, "--steps", "2", "--warmup", "4", "--profile", str(tmp_path / "traces")]) == 0
+    captured = capsys.readouterr()
+    assert "tiny-x1-plain_adamw: no communication in 2 steps of " in captured.err
+    missing, measured = table_rows(captured.out)
+    assert missing["ms (min-max)"] == "not installed: megatron_fsdp"
     assert float(measured["optimizer"]) > 0 and measured["ms / fsdp2"] == measured["added µs/unit"] == "-"
-    trace = json.loads(gzip.decompress((tmp_path / "traces/tiny-plain_adamw.json.gz").read_bytes()))
+    trace = json.loads(gzip.decompress((tmp_path / "traces/tiny-x1-plain_adamw.json.gz").read_bytes()))
     steps = [event for event in trace["traceEvents"] if event.get("name", "").startswith("Optimizer.step#AdamW")]
     assert len({event["ts"] for event in steps if event["ph"] == "X"}) == 2
+    assert (tmp_path / "traces/tiny-x1-plain_adamw.html").exists()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +197,7 @@ def fully_shard_optimizer(optimizer): return optimizer
         "--steps",
         "1",
         "--warmup",
-        "3",
+        "4",
     ]
     assert benchmark.main(flags) == 0
     captured = capsys.readouterr()
@@ -197,10 +209,16 @@ def fully_shard_optimizer(optimizer): return optimizer
     ("flags", "message"),
     [
         (["--steps", "0"], "--steps: expected at least 1, got 0."),
-        (["--warmup", "2"], "--warmup: expected at least 3, got 2; memory is counted from then."),
+        (["--accumulation", "1", "0"], "--accumulation: expected at least 1, got 0."),
+        (["--tokens", "0"], "--tokens: expected at least 1, got 0."),
+        (
+            ["--models", "tiny", "dit", "--tokens", "9"],
+            "--tokens: expected models whose number of tokens can be chosen, got dit.",
+        ),
+        (["--warmup", "3"], "--warmup: expected at least 4, got 3; graphs are captured in that step."),
     ],
 )
-def test_too_few_steps_are_refused(
+def test_numbers_without_a_meaning_are_refused(
     flags: list[str], message: str, benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

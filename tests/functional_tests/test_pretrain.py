@@ -56,6 +56,7 @@ def run(folder: Path) -> Run:
         *("--train-iters", "4", "--log-interval", "2", "--eval-iters", "1"),
         *("--log-num-zeros-in-grad", "--tensorboard-dir", str(folder / "events")),
         *("--plot", str(folder / "out" / "loss.png"), "--overlap-grad-reduce"),
+        *("--profile-schedule", str(folder / "schedule"), "--profile-step-start", "1", "--profile-step-end", "3"),
     )
     return launch_once(flags, 2)
 
@@ -99,6 +100,16 @@ def test_plot_and_events_are_written(run: Run, folder: Path) -> None:
     assert [point.step for point in events.Scalars("lm loss")] == [1, 2, 3, 4]
     assert [point.step for point in events.Scalars("lm loss vs samples")] == [4, 8, 12, 16]
     assert [point.step for point in events.Scalars("lm loss validation")] == [4]
+
+
+def test_a_timeline_is_written_by_one_rank(run: Run, folder: Path) -> None:
+    found = re.findall(
+        r"^Schedule: exposed communication: \S+ ms a step, .* mean of 2 steps\)$", run.stdout, re.MULTILINE
+    )
+    assert len(found) == 1
+    page = (folder / "schedule" / "schedule.html").read_text()
+    assert found[0].removeprefix("Schedule: ") in page and "<h3>step 2, " in page and "<h3>step 3, " in page
+    assert {path.suffix for path in (folder / "schedule").iterdir()} == {".gz", ".png", ".html"}
 
 
 def test_next_command_trains_with_the_other_wrapper(run: Run) -> None:

@@ -7,21 +7,19 @@ The share is that of the time of NCCL's kernels during which a kernel of another
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, schedule
 
 from megatron.core.distributed.fsdp.experimental import fully_shard, fully_shard_optimizer
+from megatron.pretrain.profiling import ScheduleProfiler
+from megatron.pretrain.timeline import ALL_GATHER, LANES, REDUCE_SCATTER, Exposure
 from tests.gpu.checks import IS_DRY, Check
 from tests.gpu.streams import synchronize
 from tests.unit_tests.launch import DEVICE
@@ -33,12 +31,6 @@ NUM_ROWS = 8 if IS_DRY else 16384
 NUM_STEPS = 2
 MIN_SHARE = 0.5
 """Of the 12 layers' collectives only the first gather and the last reduction have no compute beside them."""
-
-KERNEL_CATEGORY = "cpu_op" if IS_DRY else "kernel"
-COMMUNICATION = "c10d::" if IS_DRY else "nccl"
-BARRIER = ("barrier", "AllReduce")
-
-Interval = tuple[float, float]
 
 
 class Layer(nn.Module):
@@ -54,47 +46,26 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same stretches of time without overlaps, in order. [(0, 2), (5, 6), (1, 3)] is [(0, 3), (5, 6)]."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def share_within(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Return which part of the time in `intervals` lies in `others`, too; [(2, 6)] within [(0, 3), (5, 9)]: 0.5."""
-    ours, theirs = union(intervals), union(others)
-    common = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in ours for begin, stop in theirs)
-    return common / sum(end - start for start, end in ours)
-
-
-def _trace_of(step: Callable[[], None]) -> list[dict[str, Any]]:
-    """Return the kernels, or the host's operations, of NUM_STEPS steps that all ranks begin together."""
-    activities = [ProfilerActivity.CPU] if IS_DRY else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+def _recorded(step: Callable[[], None]) -> Exposure:
+    """Return what communication costs in NUM_STEPS steps of this rank; all ranks begin each of them together."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        with profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=1, active=NUM_STEPS, repeat=1),
-            on_trace_ready=lambda profiled: profiled.export_chrome_trace(str(path)),
-        ) as profiled:
-            for _ in range(1 + NUM_STEPS):
-                # A rank that starts late would make the others' first gather last as long.
-                dist.barrier()
+        profiler = ScheduleProfiler(Path(folder), "overlap", skip=1, num_steps=NUM_STEPS, is_writer=True)
+        for _ in range(1 + NUM_STEPS):
+            # A rank that starts late would make the others' first gather last as long.
+            dist.barrier()
+            synchronize()
+            with profiler.step():
                 step()
-                synchronize()
-                profiled.step()
-        events = json.loads(path.read_text())["traceEvents"]
-    return [event for event in events if event.get("ph") == "X" and event.get("cat") == KERNEL_CATEGORY]
+    numbers = {lane: sum(len(recorded.lanes[lane]) for recorded in profiler.steps) for lane in LANES}
+    # A gather in forward and one in backward, and a reduction.
+    assert numbers[ALL_GATHER] >= 2 * NUM_LAYERS * NUM_STEPS, numbers
+    assert numbers[REDUCE_SCATTER] >= NUM_LAYERS * NUM_STEPS, numbers
+    assert profiler.exposure is not None
+    return profiler.exposure
 
 
 def communication_overlaps_compute() -> str:
     """At least half of the time of all gathers and reductions is hidden."""
-    assert share_within([(2, 6)], [(5, 9), (0, 3)]) == 0.5
     torch.manual_seed(0)
     model = nn.Sequential(*[Layer() for _ in range(NUM_LAYERS)]).to(DEVICE, torch.bfloat16)
     for layer in model:
@@ -109,18 +80,9 @@ def communication_overlaps_compute() -> str:
         optimizer.step()
 
     step()
-    kernels: dict[str, list[Interval]] = defaultdict(list)
-    compute: list[Interval] = []
-    for event in _trace_of(step):
-        if not any(word in event["name"] for word in BARRIER):
-            intervals = kernels[event["name"]] if COMMUNICATION in event["name"] else compute
-            intervals.append((event["ts"], event["ts"] + event["dur"]))
-    communication = [interval for intervals in kernels.values() for interval in intervals]
-    # A gather in forward, one in backward and a reduction.
-    assert len(communication) >= 3 * NUM_LAYERS * NUM_STEPS, {name: len(found) for name, found in kernels.items()}
-    share = share_within(communication, compute)
-    details = [f"{len(found)} {name} {share_within(found, compute):.2f}" for name, found in kernels.items()]
-    measured = f"share {share:.2f}, at least {MIN_SHARE} ({', '.join(details)})"
+    exposure = _recorded(step)
+    share = 1 - exposure.communication.exposed_ms / exposure.communication.busy_ms
+    measured = f"share {share:.2f}, at least {MIN_SHARE} ({exposure})"
     assert share > MIN_SHARE or IS_DRY, measured
     return measured
 

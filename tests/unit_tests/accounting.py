@@ -53,7 +53,8 @@ class Cost:
 
     def rest(self, state_bytes: int = 0) -> float:
         """Return bytes between steps: main weights, compute weights that differ, optimizer state; no gradients."""
-        shares_memory = self.has_one_dtype and self.placements.parameter == self.placements.optimizer
+        is_placed_alike = self.placements.parameter == self.placements.optimizer
+        shares_memory = is_placed_alike and (self.has_one_dtype or self.gathers)
         weight_bytes = 0 if shares_memory else self.compute_bytes
         per_element = weight_bytes / self._shards("parameter") + (self.main_bytes + state_bytes) / self._shards(
             "optimizer"

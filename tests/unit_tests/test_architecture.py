@@ -34,7 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives": {"device"},
     "checksum": set(),
     "lockstep": {"collectives"},
-    "allocator": {"device"},
+    "allocator": set(),
+    "slot_plan": set(),
+    "trace_pool": {"allocator", "device", "slot_plan"},
     "scalars": set(),
     "shard_mesh": {"placement"},
     "geometry": {"layout", "collectives", "placement", "shard_mesh"},
@@ -46,7 +48,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dbuffer": {"placement", "layout", "collectives", "allocator", "device", "shard_mesh"},
     "fused_gradients": {"dbuffer", "device"},
     "gradient_buffers": {"dbuffer"},
-    "gradients": {"dbuffer", "device", "dtensor", "fused_gradients", "geometry", "gradient_buffers", "waiting"},
+    "gradients": {
+        "allocator",
+        "dbuffer",
+        "device",
+        "dtensor",
+        "fused_gradients",
+        "geometry",
+        "gradient_buffers",
+        "waiting",
+    },
     "parameter_pair": {"dtensor", "geometry"},
     "parameter_group": {
         "checksum",
@@ -68,9 +79,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "agreement": {"checksum", "collectives", "group_options", "unit"},
     "learnt_order": {"indexed_order", "unit"},
     "prefetch": {"backward_task", "unit"},
+    "context_memory": {"allocator", "device", "parameter_group", "trace_pool", "unit"},
     "schedule": {
         "agreement",
         "backward_task",
+        "context_memory",
         "device",
         "indexed_order",
         "initial_values",
@@ -79,7 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "reductions",
         "unit",
     },
-    "controls": {"compiling", "policy", "schedule", "unit"},
+    "controls": {"compiling", "policy", "prefetch", "schedule", "unit"},
     "module": {
         "backward_task",
         "schedule",
@@ -117,6 +130,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "norms": {"collectives", "compiling"},
     "elementwise": {"operations"},
     "local_step": {"dtensor", "parameter_group", "step_guard"},
+    "graph_device": set(),
+    "graph": {"graph_device", "module"},
     "optimizer": {"compiling", "parameter_group", "dtensor", "elementwise", "full_values", "local_step"},
 }
 COMMUNICATION = {
@@ -175,7 +190,7 @@ def test_runtime_imports_only_torch_besides(name: str) -> None:
         assert not [item for item in names if item.split(".")[0] in {"megatron", "transformer_engine", "apex"}]
 
 
-@pytest.mark.parametrize("name", sorted(set(MAY_IMPORT) - {"device"}))
+@pytest.mark.parametrize("name", sorted(set(MAY_IMPORT) - {"device", "graph_device"}))
 def test_only_device_names_an_accelerator(name: str) -> None:
     named = {item for item in _dotted_names(PACKAGE / f"{name}.py") if item.startswith(("torch.cuda", "torch.Stream"))}
     assert not named

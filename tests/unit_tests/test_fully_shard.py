@@ -394,7 +394,7 @@ def _groups() -> list[tuple[torch.dtype, bool, list[str]]]:
     for group in model.parameter_groups:
         assert (group.gradients is None) == (not group.requires_grad)
     assert torch.equal(model.index.full_tensor(), torch.arange(5))
-    return [(g.model_weight.dtype, g.requires_grad, g.fqns) for g in model.parameter_groups]
+    return [(g.full_weight.dtype, g.requires_grad, g.fqns) for g in model.parameter_groups]
 
 
 def test_groups_by_dtype_and_requires_grad() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.fsdp.experimental import Placements, fully_shard_context
+from megatron.core.distributed.fsdp.experimental import Placements, fully_shard_context, fully_shard_optimizer
 from megatron.core.distributed.fsdp.experimental.device import observe
 from megatron.core.distributed.fsdp.experimental.indexed_order import IndexedOrder
 from megatron.core.distributed.fsdp.experimental.learnt_order import LearntOrder
@@ -239,6 +239,29 @@ def test_a_backward_that_failed_is_not_learnt() -> None:
     assert " ".join(words) == REVERSED
 
 
+def _in_a_pool() -> tuple[list[str], int]:
+    trace = Trace()
+    with observe(trace):
+        model = _Ordered([3, 2, 1, 0])
+        with fully_shard_context("cpu", trace_pool=True) as context:
+            shard_layers(model)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(4):
+            trace.events.clear()
+            model(_batch()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert context.pool is not None and context.pool.is_active
+    return _words(trace), context.pool.num_fallbacks
+
+
+def test_a_pool_records_the_order_that_was_learnt() -> None:
+    """Its first recording, of gathers in the order of the definition, would not fit what comes after it."""
+    for words, num_fallbacks in run_ranks(2, _in_a_pool):
+        assert " ".join(words) == REVERSED
+        assert num_fallbacks == 0
+
+
 class _Named:
     """A unit as far as orders look at it."""
 
@@ -247,6 +270,48 @@ class _Named:
 
     def _fsdp_root(self) -> Any:
         return self.root
+
+
+def _order(num_units: int, agrees: Any, captures: list[bool]) -> tuple[list[Any], LearntOrder]:
+    root = _Named()
+    units: list[Any] = [root, *(_Named(root) for _ in range(num_units - 1))]
+    forward: IndexedOrder[Any] = IndexedOrder()
+    backward: IndexedOrder[Any] = IndexedOrder()
+    for unit, other in zip(units, [root, *units[:0:-1]], strict=True):
+        forward.append(unit)
+        backward.append(other)
+    return units, LearntOrder(forward, backward, agrees, lambda: captures.pop(0))
+
+
+def test_nobody_is_asked_in_a_capture_or_where_there_is_no_choice() -> None:
+    told: list[str] = []
+    units, order = _order(3, lambda text: told.append(text) is None, [True, False])
+    for number in range(16):
+        for index in (0, 2, 1):
+            order.after_backward(units[index])
+        for index in (0, 2, 1):
+            order.after_forward(units[index], 1 if index == 0 else 2)
+        has_changed = order.end_backward()
+        # The first is captured; the 16th is the next whose turn it is, and has seen forwards since the 15th.
+        assert has_changed == (number == 15)
+    assert told == ["[[0, 2, 1]]; []"]
+    two, order = _order(2, lambda text: told.append(text) is None, [])
+    order.after_backward(two[0])
+    assert not order.end_backward()
+    assert len(told) == 1
+
+
+def test_what_ranks_do_not_agree_on_is_forgotten() -> None:
+    answers = [True, False]
+    units, order = _order(3, lambda text: answers.pop(0), [False, False])
+    for number in range(16):
+        for index in (0, 2, 1):
+            order.after_forward(units[index], 1 if index == 0 else 2)
+        for index in (0, 1, 2):
+            order.after_backward(units[index])
+        assert order.end_backward() == (number in (0, 15))
+        expected = [1, 2] if number == 15 else [2, 1]
+        assert list(order.after_forward(units[0], 1)) == [units[index] for index in expected]
 
 
 def test_passes_of_two_roots_are_learnt_apart() -> None:
@@ -258,7 +323,7 @@ def test_passes_of_two_roots_are_learnt_apart() -> None:
         forward.append(units[index])
         backward.append(units[(3, 5, 4, 0, 2, 1)[index]])
     told: list[str] = []
-    order = LearntOrder(forward, backward, lambda text: told.append(text) is None)
+    order = LearntOrder(forward, backward, lambda text: told.append(text) is None, lambda: False)
     for index in (0, 2, 1):
         order.after_forward(units[index], 1 if index == 0 else 2)
     for index in (3, 4, 5):

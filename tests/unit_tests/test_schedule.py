@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -21,8 +22,11 @@ from megatron.core.distributed.fsdp.experimental import (
     fully_shard_context,
     fully_shard_optimizer,
     microbatch,
+    slot_plan,
+    trace_pool,
 )
 from megatron.core.distributed.fsdp.experimental.device import observe
+from megatron.core.distributed.fsdp.experimental.trace_pool import TracePool
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
 from tests.unit_tests.models import Mlp, build, loss_of, make_batch, shard_layers
 from tests.unit_tests.trace import Trace
@@ -60,6 +64,8 @@ def _train(
         model = (_Aside() if aside else build("mlp")).to(dtype)
         with fully_shard_context("cpu", **(context or {})) as fsdp_context:
             shard_layers(model, mesh=mesh, **shard)
+        if fsdp_context.pool is not None:
+            trace.sharing = functools.partial(_sharing, fsdp_context.pool)
         optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
         inputs, targets = make_batch(model, 4, seed=0)
         for _ in range(NUM_STEPS):
@@ -70,7 +76,15 @@ def _train(
                 with microbatch(fsdp_context, is_last=index == num_microbatches - 1):
                     loss_of(model, inputs.to(dtype), targets).backward()
             optimizer.step()
+    if fsdp_context.pool is not None:
+        assert fsdp_context.pool.is_active and fsdp_context.pool.num_fallbacks == 0
     return model
+
+
+def _sharing(pool: TracePool, name: str) -> list[str]:
+    """Return the buffers whose places overlap that of the named one, which has one once the pool has planned."""
+    slots = pool.slots if pool.is_active else {}
+    return [other for other, slot in slots.items() if name in slots and other != name and slot.overlaps(slots[name])]
 
 
 def _first_step(**options: Any) -> list[str]:
@@ -186,6 +200,43 @@ def test_every_wait_is_needed() -> None:
     for site in sites:
         recipe = "aside" if "await_gathers" in site else "bf16"
         ((races, _),) = run_ranks(1, _races, RECIPES[recipe], site)
+        assert races, f"no race without the wait at {site}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_races_in_a_pool(recipe: str) -> None:
+    """Two buffers in overlapping slots are one memory."""
+    for races, _ in run_ranks(2, _races, _pooled(recipe)):
+        assert races == []
+
+
+def _pooled(recipe: str) -> dict[str, Any]:
+    return {**RECIPES[recipe], "context": {**RECIPES[recipe].get("context", {}), "trace_pool": True}}
+
+
+def _races_without_home_streams() -> list[str]:
+    def ignore_the_stream(num_bytes: int, key: Any) -> slot_plan.Request:
+        return slot_plan.Request(num_bytes, key[0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace_pool, "Request", ignore_the_stream)
+        races, _ = _races(_pooled("fp32"))
+    return races
+
+
+def test_slots_of_several_streams_would_race() -> None:
+    """Were memory shared by streams, as where a plan knows of none, the trace would show it."""
+    (races,) = run_ranks(1, _races_without_home_streams)
+    assert any("full_grad" in race for race in races) and any("reduced" in race for race in races), races
+
+
+def test_every_wait_is_needed_in_a_pool() -> None:
+    """All but that of `release_gradients`: with a pool cleared gradients keep their memory."""
+    ((_, sites),) = run_ranks(1, _races, _pooled("bf16"))
+    assert len(sites) == 7
+    for site in sites:
+        recipe = "aside" if "await_gathers" in site else "bf16"
+        ((races, _),) = run_ranks(1, _races, _pooled(recipe), site)
         assert races, f"no race without the wait at {site}"
 
 

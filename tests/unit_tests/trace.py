@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,6 +135,10 @@ class Trace:
 
     Args:
         dropped_wait: a wait site, as listed in `wait_sites`, whose waits do nothing.
+
+    Attributes:
+        sharing: given a buffer's name, those of others that have memory in common with it; a write to one is a write to
+            all of them.
     """
 
     def __init__(self, dropped_wait: str | None = None) -> None:
@@ -143,6 +147,7 @@ class Trace:
         self.events: list[tuple[str, str, tuple[str, ...]]] = []
         self.races: list[str] = []
         self.wait_sites: list[str] = []
+        self.sharing: Callable[[str], Iterable[str]] = lambda name: ()
         self._dropped_wait = dropped_wait
         self._buffers: dict[str, _Buffer] = defaultdict(_Buffer)
 
@@ -166,7 +171,7 @@ class Trace:
             buffer = self._buffers[name]
             self._require_order(name, use, stream.clock, [buffer.write])
             buffer.reads.append(use)
-        for name in writes:
+        for name in dict.fromkeys([*writes, *(other for written in writes for other in self.sharing(written))]):
             buffer = self._buffers[name]
             self._require_order(name, use, stream.clock, [buffer.write, *buffer.reads])
             buffer.write, buffer.reads = use, []

@@ -112,7 +112,8 @@ def base_optimizer(
     settings.update(betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
     if mcore_optimizer.USING_PYTORCH_OPTIMIZER:
         adam = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        return adam(param_groups, **settings)
+        # Its step count lies on the device, where a CUDA graph can advance it; a fused step keeps it there anyway.
+        return adam(param_groups, capturable="fused" in settings, **settings)
     return mcore_optimizer.Adam(param_groups, adam_w_mode=config.decoupled_weight_decay, **settings)
 
 

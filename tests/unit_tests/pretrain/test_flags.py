@@ -138,10 +138,12 @@ ELSEWHERE = {
     "--log-interval",
     "--tokenizer-model",
     "--transformer-impl",
+    *("--cuda-graph-impl", "--cuda-graph-warmup-steps"),
     "--distributed-backend",
     "--distributed-timeout-minutes",
     *(f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context", "expert-model")),
     *("--log-json", "--tensorboard-dir", "--tensorboard-log-interval", "--plot"),
+    *("--profile-schedule", "--profile-step-start", "--profile-step-end"),
     *CHECKPOINT_FLAGS,
 }
 
@@ -202,7 +204,8 @@ def loader_keywords(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -
 def seed_of_the_run(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> int:
     seeds: list[int] = []
 
-    def stop(seed: int) -> None:
+    def stop(seed: int, use_cudagraphable_rng: bool) -> None:
+        assert not use_cudagraphable_rng
         seeds.extend([torch.initial_seed(), seed])
         raise Stop
 

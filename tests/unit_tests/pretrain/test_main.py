@@ -23,7 +23,8 @@ def test_next_drops_the_flags_of_the_wrapper_that_was_used() -> None:
 def test_next_overwrites_no_output_and_counts_the_ranks_of_one_node(tmp_path: Path) -> None:
     folder = str(tmp_path)
     line = (
-        f"--plot {folder}/a.png --seed 3 --log-json={folder}/b --tensorboard-dir {folder} --tensorboard-log-interval 2"
+        f"--plot {folder}/a.png --seed 3 --log-json={folder}/b --tensorboard-dir {folder} --tensorboard-log-interval 2 "
+        f"--profile-schedule {folder} --profile-step-start 3 --profile-step-end 5"
     )
     command = read_command(line.split(), LAUNCHED | {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"})
     assert suggest_next(command) == "torchrun --nproc_per_node 4 pretrain_gpt.py --use-megatron-fsdp-v2 --seed 3"

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.pretrain.main import read_command
 
-FLAGS = ("--plot", "--log-json", "--tensorboard-dir")
+FLAGS = ("--plot", "--log-json", "--tensorboard-dir", "--profile-schedule")
 LAST_AND_OTHER = [{"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank} for rank in "01"]
 
 
@@ -67,7 +67,10 @@ def test_a_read_only_file_is_refused(tmp_path: Path, flag: str, monkeypatch: pyt
     assert_refused(flag, tmp_path / "loss.png", r"a file that can be written, got the read-only .*loss\.png")
 
 
-@pytest.mark.parametrize(("flag", "library"), [("--plot", "matplotlib"), ("--tensorboard-dir", "tensorboard")])
+@pytest.mark.parametrize(
+    ("flag", "library"),
+    [("--plot", "matplotlib"), ("--profile-schedule", "matplotlib"), ("--tensorboard-dir", "tensorboard")],
+)
 def test_a_missing_library_is_named(tmp_path: Path, flag: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert_refused(flag, tmp_path / "loss.png", f"an installed {library}, got none")

@@ -83,6 +83,10 @@ def test_the_vocabulary_holds_the_end_of_document_and_is_padded() -> None:
         ("--use-megatron-fsdp-v2 --num-distributed-optimizer-instances 4", r"a divisor of the 2 data-par.* got 4 for"),
         ("--weight-decay-incr-style linear", "a start and an end, got at most one for --weight-decay-incr"),
         ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0", "at least --st.* 1, got 0"),
+        ("--use-megatron-fsdp-v2 --cuda-graph-impl full_iteration --log-num-zeros-in-grad", "an iteration in which the "
+         "host waits for nothing, got --log-num-zeros-in-grad for --cuda-graph-impl"),
+        ("--use-megatron-fsdp-v2 --cuda-graph-impl full_iteration --calculate-per-token-loss", "an iteration in which "
+         "the host waits for nothing, got --calculate-per-token-loss for --cuda-graph-impl"),
         ("--recompute-granularity full", "uniform or block, got none for --recompute-method"),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 5", "at most .* 4, got 5"),
     ],
@@ -131,7 +135,20 @@ def test_every_sharding_strategy_with_and_without_an_outer_axis(strategy: str, n
         assert checked(f"{line} {hybrid}", num_ranks).num_distributed_optimizer_instances == 2
 
 
+@pytest.mark.parametrize("line", ["--profile-step-start 12", "--train-iters 11 --profile-step-end 12"])
+def test_steps_to_record_are_steps_of_the_run(line: str) -> None:
+    assert checked(f"{line} --profile-schedule a --profile-step-end 13 --train-iters 13")
+    with pytest.raises(
+        ValueError,
+        match=r"^Profile: expected a number above --profile-step-start \d+, up to --train-iters \d+, got 12 for "
+        r"--profile-step-end\. Change one of them\.$",
+    ):
+        checked(f"--profile-schedule a {line}")
+
+
 IDLE = [
+    "--profile-step-start 3",
+    "--profile-step-end 50",
     "--num-query-groups 2",
     "--rotary-base 500",
     "--rotary-percent 0.5",
@@ -161,6 +178,8 @@ IDLE = [
     "--num-distributed-optimizer-instances 2",
     "--outer-dp-sharding-strategy optim --use-megatron-fsdp-v2",
     "--megatron-fsdp-static-gradients",
+    "--cuda-graph-impl full_iteration",
+    "--cuda-graph-warmup-steps 2 --use-megatron-fsdp-v2",
     "--megatron-fsdp-main-params-dtype fp32",
     "--megatron-fsdp-main-grads-dtype fp32",
     "--megatron-fsdp-grad-comm-dtype fp32",

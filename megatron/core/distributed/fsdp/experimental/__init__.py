@@ -7,9 +7,11 @@ Outside code imports from here only. `docs/design.md` says where each part lives
 
 from .checkpoint import CheckpointError, CheckpointSaver, LoadReport, load_checkpoint, save_checkpoint
 from .checks import check_shardable
+from .controls import microbatch
 from .dbuffer import DBuffer
 from .dtensor import FsdpDTensor, gather_full, rows_of, shard_dtensor
 from .fully_shard import fully_shard, fully_shard_context
+from .graph import CapturedIteration, capture_iteration
 from .hooks import register_fsdp_forward_method
 from .lockstep import check_ranks
 from .module import FsdpModule
@@ -17,11 +19,12 @@ from .norms import GradientStatistics, clip_grad_norm_, clip_grads_with_norm_, g
 from .optimizer import fully_shard_optimizer
 from .placement import Flat
 from .policy import OUTER_STRATEGIES, STRATEGIES, MixedPrecisionPolicy, Placements, SchedulePolicy
-from .schedule import FsdpContext, microbatch
+from .schedule import FsdpContext
 
 __all__ = [
     "OUTER_STRATEGIES",
     "STRATEGIES",
+    "CapturedIteration",
     "CheckpointError",
     "CheckpointSaver",
     "DBuffer",
@@ -34,6 +37,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Placements",
     "SchedulePolicy",
+    "capture_iteration",
     "check_ranks",
     "check_shardable",
     "clip_grad_norm_",

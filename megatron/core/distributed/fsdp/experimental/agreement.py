@@ -75,6 +75,7 @@ def record_unit(owned: Sequence[OwnedParameter], options: GroupOptions, register
         ("grad_divisor", repr(options.grad_divisor)),
         ("gradient_reduction", options.gradient_reduction),
         ("register_hooks", repr(register_hooks)),
+        ("memory", type(options.allocator).__name__),
     ]
     checksum = torch.zeros((), dtype=torch.int64, device=options.device)
     for item in owned:

@@ -3,26 +3,49 @@
 """Where the storage of buffers comes from, and how much of it there is.
 
 It decides neither when storage is needed nor on which stream: the caller allocates and releases on the buffer's home
-stream, and the device allocator returns the memory to that stream.
+stream, and the device allocator returns the memory to that stream. `trace_pool.py` has a strategy with fixed places.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 
-class StorageAllocator(Protocol):
-    """Gives a flat tensor its storage and takes it back, without changing the tensor or its views."""
+class Block(Protocol):
+    """What an allocator sees of a buffer.
 
-    def allocate(self, tensor: torch.Tensor) -> None:
-        """Back `tensor` with storage of undefined contents."""
+    Attributes:
+        name: says which one it is.
+        local: [local_numel]; the flat tensor that needs storage.
+        followers: tensors of others that share its memory, as gathered weights have; then graphs may hold views, too.
+        place: what an allocator that knows the buffer remembers of it; None at first.
+        num_plan_views: views of `local` that the buffer has made for its plans.
+    """
+
+    name: str
+    followers: Sequence[torch.Tensor]
+    local: torch.Tensor
+    place: Any
+    num_plan_views: int
+
+    def move_to(self, local: torch.Tensor) -> None:
+        """Lie in another flat tensor of the same size and dtype from now on, with all views; contents are lost."""
         ...
 
-    def release(self, tensor: torch.Tensor) -> None:
-        """Take the storage back; `tensor` and its views must not be read until the next `allocate`."""
+
+class StorageAllocator(Protocol):
+    """Gives a buffer its storage and takes it back."""
+
+    def allocate(self, block: Block) -> None:
+        """Back `block.local` with storage of undefined contents."""
+        ...
+
+    def release(self, block: Block) -> None:
+        """Take the storage back; `block.local` and its views must not be read until the next `allocate`."""
         ...
 
 
@@ -41,16 +64,16 @@ class ResizingAllocator:
         self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
 
-    def allocate(self, tensor: torch.Tensor) -> None:
-        """Back `tensor` with storage of undefined contents."""
-        num_bytes = tensor.numel() * tensor.element_size()
-        tensor.untyped_storage().resize_(num_bytes)
-        self._count(tensor, num_bytes)
+    def allocate(self, block: Block) -> None:
+        """Back `block.local` with storage of undefined contents."""
+        num_bytes = block.local.numel() * block.local.element_size()
+        block.local.untyped_storage().resize_(num_bytes)
+        self._count(block.local, num_bytes)
 
-    def release(self, tensor: torch.Tensor) -> None:
+    def release(self, block: Block) -> None:
         """Free the storage."""
-        tensor.untyped_storage().resize_(0)
-        self._count(tensor, 0)
+        block.local.untyped_storage().resize_(0)
+        self._count(block.local, 0)
 
     def reset_peak(self) -> None:
         """Let `peak_bytes` start again at what is allocated now."""
@@ -69,4 +92,9 @@ class ResizingAllocator:
 
 
 default_allocator = ResizingAllocator()
-"""What all units of this process take their storage from."""
+"""What all units of this process take their storage from, directly or through a pool."""
+
+
+def num_storage_uses(tensor: torch.Tensor) -> int:
+    """Return how many tensors share a tensor's storage: more than ours if somebody else, or a graph, holds a view."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 from .device import report_collective
 
 Reduction = Literal["sum", "avg", "max", "min"]
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ProcessGroup: Any = dist.ProcessGroup
+# torch.distributed's own functions around these methods cost the host several times what the call itself does. Their
+# names are those of torch 2.13, and before.
+_all_gather = getattr(_ProcessGroup, "all_gather_single", None) or _ProcessGroup._allgather_base
+_reduce_scatter = getattr(_ProcessGroup, "reduce_scatter_single", None) or _ProcessGroup._reduce_scatter_base
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -30,6 +34,19 @@ _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+
+
+def _in_order(options: Any, operation: Any = None) -> Any:
+    """Return options of a call that is done, for the current stream, when it returns."""
+    options.asyncOp = False
+    if operation is not None:
+        options.reduceOp = operation
+    return options
+
+
+_gather_options = _in_order(AllgatherOptions())
+_scatter_options = {name: _in_order(ReduceScatterOptions(), operation) for name, operation in _OPERATIONS.items()}
+_all_reduce_options = {name: _in_order(AllreduceOptions(), operation) for name, operation in _OPERATIONS.items()}
 
 _STDERR = 2
 """A descriptor rather than ``sys.stderr``, which notebooks and test runners replace by objects without one."""
@@ -72,7 +89,7 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGro
     if _check is not None:
         _check.before("all_gather", what, output, group)
     try:
-        _all_gather(output, input, group=group)
+        _wait(_all_gather(group, output, input, _gather_options))
     except RuntimeError as error:
         raise _explain(error, "all_gather", what, group) from error
 
@@ -98,9 +115,9 @@ def reduce_scatter(
         return
     if _check is not None:
         _check.before(f"reduce_scatter {reduction}", what, input, group)
-    operation = _prescale(input, reduction, group)
+    options = _scatter_options[_prescale(input, reduction, group)]
     try:
-        _reduce_scatter(output, input, op=operation, group=group)
+        _wait(_reduce_scatter(group, output, input, options))
     except RuntimeError as error:
         raise _explain(error, "reduce_scatter", what, group) from error
 
@@ -116,9 +133,9 @@ def all_reduce(tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGr
         return
     if _check is not None:
         _check.before(f"all_reduce {reduction}", what, tensor, group)
-    operation = _prescale(tensor, reduction, group)
+    options = _all_reduce_options[_prescale(tensor, reduction, group)]
     try:
-        dist.all_reduce(tensor, op=operation, group=group)
+        _wait(group.allreduce([tensor], options))
     except RuntimeError as error:
         raise _explain(error, "all_reduce", what, group) from error
 
@@ -177,13 +194,19 @@ def _explain(error: RuntimeError, operation: str, what: str, group: dist.Process
     )
 
 
-def _prescale(input: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup) -> dist.ReduceOp.RedOpType:
-    """Return the backend's operation, dividing `input` first where the backend has no average of its own.
+def _wait(work: Any) -> None:
+    """Finish a call of a backend that returns before it is done; others return nothing, or what is done."""
+    if work is not None:
+        work.wait()
+
+
+def _prescale(input: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup) -> Reduction:
+    """Return what the backend is to do, dividing `input` first where the backend has no average of its own.
 
     Dividing before the sum cannot overflow where the average does not. Backends other than NCCL are not trusted with
     AVG: gloo returned the sum for it, without an error (pytorch/pytorch#162338).
     """
     if reduction == "avg" and dist.get_backend(group) != "nccl":
         input.div_(group.size())
-        return _OPERATIONS["sum"]
-    return _OPERATIONS[reduction]
+        return "sum"
+    return reduction

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""What may be set on a unit between steps, under the names that PyTorch's FSDP2 uses.
+"""What may be set on a unit between steps, under the names that PyTorch's FSDP2 uses, and `microbatch`.
 
 It keeps the settings; the schedule and the unit read them.
 """
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import nn
 
 from .compiling import compile_forward
 from .policy import SchedulePolicy
+from .prefetch import Direction
 from .schedule import FsdpContext
 from .unit import Unit
-
-Direction = Literal["forward", "backward"]
 
 _OWN_ATTRIBUTES = frozenset({"backward_task", "unshard_event"})
 
@@ -147,3 +147,19 @@ class UnitControls:
 def _check_bool(method: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{method}: expected True or False, got {value!r}.")
+
+
+@contextmanager
+def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
+    """Say whether backwards inside the block end a gradient accumulation.
+
+    Args:
+        context: the context of the model that runs.
+        is_last: False while further microbatches will add to the gradients. An adapted optimizer refuses to step
+            on gradients that are not finished.
+    """
+    previous, context.is_last_microbatch = context.is_last_microbatch, is_last
+    try:
+        yield
+    finally:
+        context.is_last_microbatch = previous

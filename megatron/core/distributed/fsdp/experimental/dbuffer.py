@@ -8,9 +8,11 @@ It owns storage and placements and can change a placement; it never decides when
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
@@ -39,6 +41,9 @@ class DBuffer:
     Attributes:
         origin: follows the name where ranks compare what they send: which of several models the buffer belongs to.
         local: [local_numel]; elements that belong to no tensor are undefined.
+        has_storage: whether memory is behind `local`, so that it may be read.
+        followers: tensors of others, one per tensor, that are to share memory with `pieces` wherever these move.
+        place: what the allocator remembers of this buffer.
         pieces: views of `local`, one per tensor. A whole tensor has its logical shape, whole rows the shape
             [rows, *shape[1:]], anything else is 1-D; which of these a tensor has is the same on every rank.
     """
@@ -67,13 +72,19 @@ class DBuffer:
         self.name = name
         self.origin = ""
         self.is_transient = is_transient
+        self.place: Any = None
+        self.followers: Sequence[torch.Tensor] = ()
         self._allocator = allocator
+        self._gathers: dict[int, _Gather] = {}
+        self._changes: dict[int, _Change] = {}
+        self.num_plan_views = 0
         self.local_range = self._range(self.placements)
         self.local = torch.empty(self.local_range.numel, dtype=dtype, device=device)
         self.pieces = self._make_pieces()
-        allocator.release(self.local)
+        allocator.release(self)
+        self.has_storage = not is_transient
         if not is_transient:
-            allocator.allocate(self.local)
+            allocator.allocate(self)
             self.local.zero_()
 
     def like(self) -> DBuffer:
@@ -126,19 +137,33 @@ class DBuffer:
     def allocate(self) -> None:
         """Give a transient buffer its storage, on the current stream; contents are undefined."""
         assert self.is_transient, "a resident buffer always has its storage"
-        self._allocator.allocate(self.local)
+        self._allocator.allocate(self)
+        self.has_storage = True
         report_access("allocate", writes=(self.name,))
 
     def release(self) -> None:
         """Take a transient buffer's storage back, on the current stream."""
         assert self.is_transient, "a resident buffer keeps its storage"
         report_access("free", writes=(self.name,))
-        self._allocator.release(self.local)
+        self._allocator.release(self)
+        self.has_storage = False
 
-    @property
-    def has_storage(self) -> bool:
-        """Whether memory is behind `local`, so that it may be read."""
-        return self.local.untyped_storage().nbytes() > 0
+    def move_to(self, local: torch.Tensor) -> None:
+        """Lie in another flat tensor from now on, and take `followers` along; contents are lost.
+
+        Called by the allocator, while nothing else holds views of the old one.
+
+        Args:
+            local: as the old one: [local_numel], same dtype and device.
+        """
+        self.local = local
+        self.pieces = self._make_pieces()
+        self._gathers.clear()
+        self._changes.clear()
+        self.num_plan_views = 0
+        if self.followers:
+            for follower, piece in zip(self.followers, self.pieces, strict=True):
+                follower.data = piece.data
 
     def copy_from(self, source: DBuffer) -> None:
         """Copy and cast another buffer with the same layout and local range."""
@@ -151,9 +176,9 @@ class DBuffer:
         Sent in this buffer's dtype, and gathered in place.
         """
         report_access("copy", reads=(source.name,), writes=(self.name,))
-        own = self._part(source.local_range)
-        own.copy_(source.local)
-        self._gather(source.placements, own, self.name)
+        gather = self._gather_from(source.placements)
+        gather.own.copy_(source.local)
+        self._gather(gather, gather.own, self.name)
 
     def redistribute(self, target: DBuffer) -> None:
         """Fill `target`, which lies differently on the mesh, from this buffer, on the current stream.
@@ -169,63 +194,91 @@ class DBuffer:
                 f"redistribute {self.name} to {target.name}: expected equal dtypes, got {self.dtype} and "
                 f"{target.dtype}. Cast with copy_from first."
             )
+        change = self._change_to(target)
+        if change.kind is Communication.ALL_GATHER:
+            target._gather(target._gather_from(self.placements), self.local, self.name)
+        elif change.kind is Communication.REDUCE_SCATTER:
+            self._reduce(change, target)
+        elif change.kind is Communication.SLICE:
+            report_access("slice", reads=(self.name,), writes=(target.name,))
+            target.local.copy_(self._part(target.local_range))
+        else:
+            target.copy_from(self)
+
+    # Plans are made once per pair of placements: they cost the host as much as the collectives. They are found by the
+    # identity of the placements, which they keep alive.
+
+    def _change_to(self, target: DBuffer) -> _Change:
+        """Return what turns this buffer into one that lies like `target`."""
+        known = self._changes.get(id(target.placements))
+        if known is None:
+            known = self._changes[id(target.placements)] = self._plan_change(target)
+            self.num_plan_views += sum(part is not None for part, _, _ in known.scatters)
+        return known
+
+    def _plan_change(self, target: DBuffer) -> _Change:
         changes: dict[int, Communication] = {
             axis: change
             for axis, (old, new) in enumerate(zip(self.placements, target.placements, strict=True))
             if (change := communication(old, new)) is not Communication.NONE
         }
         kinds = set(changes.values())
-        if not kinds:
-            target.copy_from(self)
-        elif kinds == {Communication.ALL_GATHER}:
-            target._gather(self.placements, self.local, self.name)
-        elif kinds == {Communication.SLICE}:
-            report_access("slice", reads=(self.name,), writes=(target.name,))
-            target.local.copy_(self._part(target.local_range))
-        elif kinds <= {Communication.REDUCE_SCATTER, Communication.ALL_REDUCE}:
-            self._reduce(changes, target)
-        else:
+        if len(kinds) > 1 and not kinds <= _REDUCTIONS:
             raise ValueError(
                 f"redistribute {self.name} to {target.name}: expected gathers, reductions or slices, got a mixture: "
                 f"{self.placements} to {target.placements}. Go through a buffer in between."
             )
-
-    def _gather(self, placements: Sequence[Placement], shard: torch.Tensor, source: str) -> None:
-        """Gather `shard`, which lies as `placements` say, over the axes that do not cut this buffer, in place.
-
-        The least significant axis comes first: it joins neighbours.
-        """
-        current = list(placements)
-        for axis in reversed(self.mesh.axes):
-            if current[axis] == self.placements[axis]:
-                continue
-            current[axis] = Replicate()
-            joined = self._part(self._range(current))
-            report_access("all_gather", reads=(source,), writes=(self.name,))
-            collectives.all_gather(joined, shard, self.mesh.group(axis), what=source + self.origin)
-            shard, source = joined, self.name
-
-    def _reduce(self, changes: dict[int, Communication], target: DBuffer) -> None:
-        """Reduce over axes: first those that cut, the most significant one first, then those that do not."""
         order = [*self.mesh.axes, *(axis for axis in range(self.mesh.ndim) if axis not in self.mesh.axes)]
         cuts = [axis for axis in order if changes.get(axis) is Communication.REDUCE_SCATTER]
-        data, placements, what = self.local, list(self.placements), self.name + self.origin
-        for position, axis in enumerate(cuts):
+        placements, scatters = list(self.placements), []
+        for axis in cuts:
             placements[axis] = target.placements[axis]
-            is_last = position == len(cuts) - 1
             # What a middle step leaves is written over this rank's own part of what it reads.
-            part = target.local if is_last else self._part(self._range(placements))
-            report_access("reduce_scatter", reads=(self.name,), writes=(target.name if is_last else self.name,))
-            reduction = _reduction(self.placements[axis])
-            collectives.reduce_scatter(part, data, reduction, self.mesh.group(axis), what=what)
-            data = part
-        if not cuts:
+            part = None if axis == cuts[-1] else self._part(self._range(placements))
+            scatters.append((part, _reduction(self.placements[axis]), self.mesh.group(axis)))
+        sums = [
+            (_reduction(self.placements[axis]), self.mesh.group(axis))
+            for axis in order
+            if changes.get(axis) is Communication.ALL_REDUCE
+        ]
+        kind = Communication.REDUCE_SCATTER if kinds & _REDUCTIONS else next(iter(kinds), Communication.NONE)
+        return _Change(target.placements, kind, scatters, sums)
+
+    def _gather_from(self, placements: tuple[Placement, ...]) -> _Gather:
+        """Return how shards that lie as `placements` say become this buffer."""
+        known = self._gathers.get(id(placements))
+        if known is None:
+            current, steps = list(placements), []
+            # The least significant axis comes first: it joins neighbours.
+            for axis in reversed(self.mesh.axes):
+                if current[axis] != self.placements[axis]:
+                    current[axis] = Replicate()
+                    steps.append((self._part(self._range(current)), self.mesh.group(axis)))
+            known = _Gather(placements, self._part(self._range(placements)), steps)
+            self._gathers[id(placements)] = known
+            self.num_plan_views += 1 + len(steps)
+        return known
+
+    def _gather(self, gather: _Gather, shard: torch.Tensor, source: str) -> None:
+        """Gather `shard` over the axes that do not cut this buffer, in place."""
+        for joined, group in gather.steps:
+            report_access("all_gather", reads=(source,), writes=(self.name,))
+            collectives.all_gather(joined, shard, group, what=source + self.origin)
+            shard, source = joined, self.name
+
+    def _reduce(self, change: _Change, target: DBuffer) -> None:
+        """Reduce over axes: first those that cut, the most significant one first, then those that do not."""
+        data, what = self.local, self.name + self.origin
+        for part, reduction, group in change.scatters:
+            into, name = (target.local, target.name) if part is None else (part, self.name)
+            report_access("reduce_scatter", reads=(self.name,), writes=(name,))
+            collectives.reduce_scatter(into, data, reduction, group, what=what)
+            data = into
+        if not change.scatters:
             target.copy_from(self)
-        for axis in order:
-            if changes.get(axis) is Communication.ALL_REDUCE:
-                report_access("all_reduce", reads=(target.name,), writes=(target.name,))
-                reduction = _reduction(self.placements[axis])
-                collectives.all_reduce(target.local, reduction, self.mesh.group(axis), what=what)
+        for reduction, group in change.sums:
+            report_access("all_reduce", reads=(target.name,), writes=(target.name,))
+            collectives.all_reduce(target.local, reduction, group, what=what)
 
     def _range(self, placements: Sequence[Placement]) -> Range:
         return self.layout.shard_range(*self.mesh.position(placements))
@@ -233,6 +286,41 @@ class DBuffer:
     def _part(self, run: Range) -> torch.Tensor:
         """Return the elements of a run of the layout that lies within `local`."""
         return self.local[run.start - self.local_range.start : run.stop - self.local_range.start]
+
+
+_REDUCTIONS = frozenset({Communication.REDUCE_SCATTER, Communication.ALL_REDUCE})
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """How shards become a buffer.
+
+    Attributes:
+        placements: how the shards lie.
+        own: this rank's shard in the buffer.
+        steps: what each gather fills, and the ranks that take part.
+    """
+
+    placements: tuple[Placement, ...]
+    own: torch.Tensor
+    steps: list[tuple[torch.Tensor, dist.ProcessGroup]]
+
+
+@dataclass(frozen=True)
+class _Change:
+    """How a buffer becomes one that lies differently.
+
+    Attributes:
+        placements: how that one lies.
+        kind: ``REDUCE_SCATTER`` stands for reductions of any kind.
+        scatters: what each reduce-scatter fills, None for the other buffer; its operation; the ranks that take part.
+        sums: operation and ranks of each all-reduce.
+    """
+
+    placements: tuple[Placement, ...]
+    kind: Communication
+    scatters: list[tuple[torch.Tensor | None, Literal["sum", "avg"], dist.ProcessGroup]]
+    sums: list[tuple[Literal["sum", "avg"], dist.ProcessGroup]]
 
 
 def _reduction(placement: Placement) -> Literal["sum", "avg"]:

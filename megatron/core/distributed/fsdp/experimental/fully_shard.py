@@ -41,6 +41,7 @@ def fully_shard_context(
     *,
     use_symmetric_memory: bool = False,
     unify_communication_stream: bool = False,
+    trace_pool: bool = False,
 ) -> Iterator[FsdpContext]:
     """Build roots that share streams, prefetch orders and the microbatch flag; ready to run after the block.
 
@@ -48,9 +49,12 @@ def fully_shard_context(
         device: device that the units compute on; None means the current accelerator, or the host if there is none.
         use_symmetric_memory: see `FsdpContext`.
         unify_communication_stream: see `FsdpContext`.
+        trace_pool: keep memory that lives and dies inside a step in places that do not change, planned from a recorded
+            iteration; gradients keep their memory, too. See `ContextMemory`.
 
     Raises:
         RuntimeError: another `fully_shard_context` block is open.
+        ValueError: `trace_pool` without a unit that could use it.
     """
     if _active_context.get() is not None:
         raise RuntimeError(
@@ -60,12 +64,14 @@ def fully_shard_context(
         _default_device() if device is None else resolve_device(device),
         use_symmetric_memory=use_symmetric_memory,
         unify_communication_stream=unify_communication_stream,
+        trace_pool=trace_pool,
     )
     token = _active_context.set(context)
     try:
         yield context
     finally:
         _active_context.reset(token)
+    context.check_pool()
     context.finalize()
 
 
@@ -123,8 +129,9 @@ def fully_shard(
         grad_divisor=grad_divisor,
         gradient_reduction=gradient_reduction,
         device=context.device,
-        allocator=default_allocator,
-        keeps_gradient_memory=schedule.static_gradients,
+        allocator=context.allocator,
+        lasting_allocator=default_allocator,
+        keeps_gradient_memory=schedule.static_gradients or context.pool is not None,
     )
     return _attach(module, context, absorbed, owned, options, schedule, register_hooks)
 

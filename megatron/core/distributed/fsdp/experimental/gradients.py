@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .allocator import num_storage_uses
 from .dbuffer import DBuffer
 from .device import report_access
 from .dtensor import shard_dtensor
@@ -25,8 +26,13 @@ from .geometry import ShardGeometry
 from .gradient_buffers import GradientBuffers
 from .waiting import waiting_gradient
 
-_REFERENCES_OF_OURS = 3
-"""What sys.getrefcount says of a gradient that only the group holds: its list, the loop variable, the argument."""
+
+def _most_references(gradients: list[Any]) -> int:
+    return max(map(sys.getrefcount, gradients))
+
+
+_REFERENCES_OF_OURS = _most_references([object()])
+"""What Python counts for a gradient that only the group's list holds; interpreters differ in what a call adds."""
 
 
 class GroupGradients:
@@ -68,7 +74,7 @@ class GroupGradients:
             shard_dtensor(piece, replace(_geometry(parameter), owner=None))
             for piece, parameter in zip(at.main.pieces, sharded_parameters, strict=True)
         ]
-        self._num_uses = _num_uses(at.main)
+        self._num_uses = num_storage_uses(at.main.local)
 
     def rename(self, fqns: Sequence[str]) -> None:
         """Name the sharded gradients by their parameters' paths."""
@@ -328,14 +334,14 @@ class GroupGradients:
         return False
 
     def _is_held_by_user(self) -> bool:
-        is_used = _num_uses(self.at.main) > self._num_uses
-        return is_used or any(sys.getrefcount(own) > _REFERENCES_OF_OURS for own in self._own)
+        is_used = num_storage_uses(self.at.main.local) > self._num_uses
+        return is_used or _most_references(self._own) > _REFERENCES_OF_OURS
 
     def _renew(self) -> None:
         """Leave gradients that somebody still holds as they are, and go on with new ones."""
         main = self.at.main = self.at.main.like()
         self._own = [shard_dtensor(piece, own.geometry) for piece, own in zip(main.pieces, self._own, strict=True)]
-        self._num_uses = _num_uses(main)
+        self._num_uses = num_storage_uses(main.local)
 
     def _install(self) -> None:
         """Give every trainable parameter its gradient; a frozen one keeps what it has, as in torch."""
@@ -378,11 +384,6 @@ def _accumulate(source: DBuffer, target: DBuffer, is_first: bool) -> None:
         target.local.copy_(source.local)
     else:
         target.local.add_(source.local)
-
-
-def _num_uses(buffer: DBuffer) -> int:
-    """Return how many tensors share a buffer's storage: more than ours if somebody holds a detached gradient."""
-    return int(torch._C._storage_Use_Count(buffer.local.untyped_storage()._cdata))
 
 
 def _geometry(parameter: Any) -> ShardGeometry:

@@ -18,6 +18,8 @@ from .policy import MixedPrecisionPolicy, Placements
 GradientReduction = Literal["average", "sum"]
 """What gradients of different ranks become: their mean, or their sum (for losses that are sums)."""
 
+_LASTING = frozenset({"main_weight", "model_weight", "main_grad"})
+
 
 @dataclass
 class OwnedParameter:
@@ -46,7 +48,8 @@ class GroupOptions:
         grad_divisor: divides every reduced gradient, after averaging or summing.
         gradient_reduction: what the gradients of different ranks become.
         device: where the shards live.
-        allocator: where storage comes from.
+        allocator: where storage comes from that lives and dies inside a step.
+        lasting_allocator: where other storage comes from: of main and compute weights, and of main gradients.
         keeps_gradient_memory: whether cleared gradients keep their memory.
     """
 
@@ -57,7 +60,12 @@ class GroupOptions:
     gradient_reduction: GradientReduction
     device: torch.device
     allocator: StorageAllocator
+    lasting_allocator: StorageAllocator
     keeps_gradient_memory: bool = False
+
+    def allocator_of(self, kind: str) -> StorageAllocator:
+        """Return where the buffer called `kind` takes its storage from."""
+        return self.lasting_allocator if kind in _LASTING else self.allocator
 
 
 class GroupContext(Protocol):

@@ -34,6 +34,7 @@ _MAX_KEPT = 64
 """Items of a list or mapping in an attribute that are looked at for tensors that a forward has left there."""
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None)})
 
 
 def register_hooks(unit: FsdpModule) -> None:
@@ -174,7 +175,7 @@ def _kept_tensors(unit: Any, call: ForwardCall) -> Iterator[torch.Tensor]:
     """Yield the tensors of `call` that its forward has left in attributes of the unit's modules."""
     for module in (unit, *unit._fsdp_keepers):
         for name, value in vars(module).items():
-            if name in _MODULE_ATTRIBUTES or name.startswith("_fsdp_"):
+            if type(value) in _WITHOUT_TENSORS or name in _MODULE_ATTRIBUTES or name.startswith("_fsdp_"):
                 continue
             for tensor in _tensors_near(value):
                 if call.has_made(tensor) and not hasattr(tensor, "_fsdp_output_hook"):
@@ -217,16 +218,13 @@ class _InnerOutputs:
 
 def _aliased_weight(unit: Any, output: Any) -> str | None:
     """Return the name of the parameter whose memory an output of the unit shares, if there is one."""
-    pointers = {
-        group.full_weight.local.untyped_storage().data_ptr(): group
-        for group in unit.parameter_groups
-        if group.numel and group.gathers
-    }
     for tensor in tensors_in(output):
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-        if not is_plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if not is_plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not tensor.numel():
             continue
-        group = pointers.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
-        if group is not None:
-            return str(group.name_at(tensor.storage_offset()))
+        pointer = tensor.untyped_storage().data_ptr()
+        for group in unit.parameter_groups:
+            full = group.full_weight
+            if full.is_transient and group.numel and full.local.untyped_storage().data_ptr() == pointer:
+                return str(group.name_at(tensor.storage_offset()))
     return None

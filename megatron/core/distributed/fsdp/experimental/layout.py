@@ -94,7 +94,7 @@ class GroupLayout:
         """Size of the whole flat buffer, padding included."""
         return self.num_shards * self.shard_numel
 
-    @property
+    @cached_property
     def tensor_numel(self) -> int:
         """Elements that belong to tensors."""
         return sum(slot.numel for slot in self.slots)

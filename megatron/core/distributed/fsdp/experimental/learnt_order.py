@@ -38,14 +38,20 @@ class LearntOrder:
         forward: units as they are defined.
         backward: the reverse of that.
         agrees: asks all ranks whether a description is the same on all of them; they call it together.
+        is_capturing: whether the step is being captured in a graph, where nobody can be asked.
     """
 
     def __init__(
-        self, forward: IndexedOrder[Unit], backward: IndexedOrder[Unit], agrees: Callable[[str], bool]
+        self,
+        forward: IndexedOrder[Unit],
+        backward: IndexedOrder[Unit],
+        agrees: Callable[[str], bool],
+        is_capturing: Callable[[], bool],
     ) -> None:
         self._forward = _Direction(forward)
         self._backward = _Direction(backward)
         self._agrees = agrees
+        self._is_capturing = is_capturing
         self._num_backwards = 0
         self._is_in_backward = False
         # Two units can only follow each other.
@@ -76,24 +82,30 @@ class LearntOrder:
         """Note that a backward has failed."""
         self._is_in_backward = False
 
-    def end_backward(self) -> None:
-        """Note that an outermost backward has ended; at some of them ranks compare what they have recorded."""
+    def end_backward(self) -> bool:
+        """Note that an outermost backward has ended; at some of them ranks compare what they have recorded.
+
+        Returns:
+            Whether units are expected in another order from now on.
+        """
         self._is_in_backward = False
         if not self._has_choice:
-            return
+            return False
         self._num_backwards += 1
-        if self._records:
-            self._review()
+        has_changed = self._records and not self._is_capturing() and self._review()
         number = self._num_backwards + 1
         self._records = number >= _FIRST_REVIEW and number & (number - 1) == 0
+        return has_changed
 
-    def _review(self) -> None:
+    def _review(self) -> bool:
         directions = (self._forward, self._backward)
+        before = [direction.describe() for direction in directions]
         for direction in directions:
             direction.take_up()
         if not self._agrees("; ".join(direction.describe() for direction in directions)):
             for direction in directions:
                 direction.forget()
+        return before != [direction.describe() for direction in directions]
 
 
 class _Direction:

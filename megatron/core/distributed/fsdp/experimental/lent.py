@@ -27,7 +27,7 @@ class LentTensors:
     @property
     def is_written(self) -> bool:
         """Whether torch has counted a write through one of them; it counts none by ``.data``, collectives or numpy."""
-        return any(_version(local) != version for local, version in self._lent.values())
+        return bool(self._lent) and any(_version(local) != version for local, version in self._lent.values())
 
     def clear(self) -> None:
         """Watch them no longer."""

@@ -166,10 +166,8 @@ class FsdpModule(UnitControls):
         context = self._fsdp_context
         context.ensure_finalized()
         context.unshard(self)
-        if prefetch == "forward":
-            context.prefetch_forward(self)
-        elif prefetch == "backward":
-            context.prefetch_backward(self)
+        if prefetch in ("forward", "backward"):
+            context.prefetch(self, prefetch)
         elif prefetch != "none":
             raise ValueError(f"unshard prefetch: expected 'none', 'forward' or 'backward', got {prefetch!r}.")
         context.wait_for_unshard(self)

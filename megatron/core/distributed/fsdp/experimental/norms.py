@@ -36,7 +36,7 @@ _SMALL_NUMEL = 4096
 @untraced
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
+    max_norm: float | torch.Tensor,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
@@ -46,7 +46,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: sharded parameters, or plain ones that are equal on every rank; those without gradient are skipped.
-        max_norm: upper bound, > 0.
+        max_norm: upper bound, > 0; a 0-d tensor is not looked at, so that the host need not wait for it.
         norm_type: order of the norm, > 0; may be inf.
         error_if_nonfinite: raise rather than scale by a norm that is nan or inf.
 
@@ -57,7 +57,7 @@ def clip_grad_norm_(
         ValueError: a bound or order out of range.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
-    if not max_norm > 0 or not norm_type > 0:
+    if (not isinstance(max_norm, torch.Tensor) and not max_norm > 0) or not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: expected max_norm > 0 and norm_type > 0, got {max_norm} and {norm_type}.")
     plan = _Plan([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
     plan.require_reduced()
@@ -338,7 +338,7 @@ def _on_every_rank(part: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> t
     return part
 
 
-def _scale(found: _Gradients, max_norm: float, total_norm: torch.Tensor) -> None:
+def _scale(found: _Gradients, max_norm: float | torch.Tensor, total_norm: torch.Tensor) -> None:
     with torch.no_grad():
         scale = (total_norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
         for lists in found.values():

@@ -44,7 +44,8 @@ class FsdpParameterGroup:
     Attributes:
         name: the unit's name and the group's index.
         main_weight: [local_numel], main dtype; what the optimizer updates and checkpoints hold.
-        model_weight: [local_numel], compute dtype; `main_weight` itself where dtypes and placements agree.
+        model_weight: [local_numel], compute dtype; what is gathered. `main_weight` itself where it is cut alike and has
+            that dtype, or is cast by each gather, which saves a copy.
         full_weight: [global_numel], compute dtype; what forward and backward read. Transient, or `model_weight` itself
             where no axis shards that.
         gradients: buffers and life of the gradients; None as long as no parameter has been trainable.
@@ -62,11 +63,10 @@ class FsdpParameterGroup:
     """
 
     def __init__(self, parameters: Sequence[OwnedParameter], options: GroupOptions, unit: str, index: int) -> None:
-        first = parameters[0].parameter
-        policy = options.mixed_precision_policy
+        originals, placements = [owned.parameter for owned in parameters], options.placements
         self.name = f"{unit}.{index}"
         self._index = index
-        self.trainable = [owned.parameter.requires_grad for owned in parameters]
+        self.trainable = [original.requires_grad for original in originals]
         self.requires_grad = any(self.trainable)
         self.fqns = [owned.fqn for owned in parameters]
         self._places = [owned.places for owned in parameters]
@@ -76,10 +76,8 @@ class FsdpParameterGroup:
         self.num_steps = self.num_freezes = 0
         self.on_requires_grad: weakref.WeakMethod[Callable[[], None]] | None = None
         self.context: weakref.ref[GroupContext] | None = None
-        compute_dtype = first.dtype
-        main_dtype = policy.main_dtype(first.dtype, first.requires_grad)
-        originals = [owned.parameter for owned in parameters]
-        placements = options.placements
+        compute_dtype = originals[0].dtype
+        main_dtype = options.mixed_precision_policy.main_dtype(compute_dtype, self.requires_grad)
         self._mesh = ShardMesh(options.mesh, placements.shard_axes)
         self.layout = plan_layout([tensor.shape for tensor in originals], self._mesh.num_shards)
         self._built_on_meta = frozenset(index for index, tensor in enumerate(originals) if tensor.is_meta)
@@ -90,12 +88,12 @@ class FsdpParameterGroup:
             if not original.is_meta:
                 self.main_weight.distribute(index, original)
         self.model_weight = self.main_weight
-        if main_dtype != compute_dtype or placements.parameter != placements.optimizer:
+        gathers = any(isinstance(at, Shard) for at in placements.parameter)
+        if placements.parameter != placements.optimizer or (main_dtype != compute_dtype and not gathers):
             self.model_weight = self._buffer("model_weight", flatten(placements.parameter), compute_dtype)
         self.full_weight = self.model_weight
-        if any(isinstance(at, Shard) for at in placements.parameter):
-            everywhere = (Replicate(),) * options.mesh.ndim
-            self.full_weight = self._buffer("full_weight", everywhere, compute_dtype, is_transient=True)
+        if gathers:
+            self.full_weight = self._buffer("full_weight", (Replicate(),) * options.mesh.ndim, compute_dtype, True)
         self.gradients: GroupGradients | None = None
         self._make_parameters(originals)
         if self.requires_grad:
@@ -113,7 +111,7 @@ class FsdpParameterGroup:
             dtype=dtype,
             device=self._options.device,
             name=f"{self.name}.{kind}",
-            allocator=self._options.allocator,
+            allocator=self._options.allocator_of(kind),
             is_transient=is_transient,
         )
 
@@ -152,6 +150,7 @@ class FsdpParameterGroup:
             sharded, unsharded = make_pair(original, *pieces, geometry)
             self.sharded_parameters.append(sharded)
             self.unsharded_parameters.append(unsharded)
+        self.full_weight.followers = self.unsharded_parameters
 
     def rename(self, unit: str, prefix: str) -> None:
         """Name buffers after their unit, and parameters by their path, for errors and observers.
@@ -260,8 +259,7 @@ class FsdpParameterGroup:
                 f"weights in {policy.main_params_dtype}, got one that was frozen when it was sharded and has "
                 f"{self.main_weight.dtype}. Shard it trainable and freeze it afterwards."
             )
-        callback = None if self.on_requires_grad is None else self.on_requires_grad()
-        if callback is not None:
+        if self.on_requires_grad is not None and (callback := self.on_requires_grad()) is not None:
             callback()
         if self.has_unreduced_gradients:
             raise RuntimeError(
@@ -347,7 +345,10 @@ class FsdpParameterGroup:
             return
         if not self.full_weight.has_storage:
             self.full_weight.allocate()
-        self.model_weight.redistribute(self.full_weight)
+        if self.model_weight.dtype == self.full_weight.dtype:
+            self.model_weight.redistribute(self.full_weight)
+        else:
+            self.full_weight.refresh_from(self.model_weight)
 
     def release_full_weight(self) -> None:
         """Free the gathered weights."""

@@ -14,33 +14,32 @@ is no record_stream and no host synchronisation; each wait below names the hazar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from .agreement import Agreement, UnitRecord, check_units
-from .backward_task import PostBackward, at_end_of_backward, current_backward
-from .device import Stream, current_stream, new_stream, profile_range, random_state, set_random_state
+from .backward_task import PostBackward, at_end_of_backward, current_backward, is_in_backward
+from .context_memory import ContextMemory
+from .device import Stream, current_stream, is_capturing, new_stream, profile_range, random_state, set_random_state
 from .indexed_order import IndexedOrder
 from .initial_values import initialize_values
 from .learnt_order import LearntOrder
-from .prefetch import units_ahead
+from .prefetch import Direction, units_ahead
 from .reductions import ReductionQueue
 from .unit import Unit, find_roots, order_units
 
 
-class FsdpContext:
+class FsdpContext(ContextMemory):
     """Streams, orders and microbatch state shared by FSDP roots that are built together.
 
     Args:
         device: device on which the units compute.
-        use_symmetric_memory: not supported yet.
+        use_symmetric_memory: see `ContextMemory`.
         unify_communication_stream: let all-gathers and reductions share one stream, which overlaps less and holds less
             memory at a time.
-
-    Raises:
-        NotImplementedError: `use_symmetric_memory` is asked for.
+        trace_pool: see `ContextMemory`.
     """
 
     def __init__(
@@ -48,11 +47,8 @@ class FsdpContext:
         device: torch.device,
         use_symmetric_memory: bool = False,
         unify_communication_stream: bool = False,
+        trace_pool: bool = False,
     ) -> None:
-        if use_symmetric_memory:
-            raise NotImplementedError(
-                "use_symmetric_memory: expected False, got True; symmetric memory is not supported yet. Leave it out."
-            )
         self.device = device
         self.use_symmetric_memory = use_symmetric_memory
         self.unify_communication_stream = unify_communication_stream
@@ -60,6 +56,8 @@ class FsdpContext:
         self.reduce_scatter_stream: Stream = (
             self.allgather_stream if unify_communication_stream else new_stream(device, "reduce_scatter")
         )
+        streams = (self.allgather_stream, self.reduce_scatter_stream)
+        self._set_up_memory(device, streams, use_symmetric_memory, trace_pool)
         self.is_last_microbatch = True
         self.num_units_in_forward = 0
         self.forward_order: IndexedOrder[Unit] = IndexedOrder()
@@ -129,7 +127,8 @@ class FsdpContext:
         recorded = [unit for unit in self.forward_order if id(unit) in self._records]
         check_units([(unit, self._records[id(unit)]) for unit in recorded], self.device)
         agreement = Agreement([self._records[id(unit)] for unit in recorded], self.device)
-        self.learnt_order = LearntOrder(self.forward_order, self.backward_order, agreement)
+        capturing = partial(is_capturing, self.device)
+        self.learnt_order = LearntOrder(self.forward_order, self.backward_order, agreement, capturing)
         self._records.clear()
         self._is_finalized = True
 
@@ -191,6 +190,15 @@ class FsdpContext:
             self.reshard_idle_units()
         self.reductions.finish(self.current_stream())
 
+    def abandon(self) -> None:
+        """Bring all units to rest and forget what is under way, after an exception that no hook has seen."""
+        self._backward_tasks.clear()
+        if self._is_finalized:
+            self.learnt_order.drop_backward()
+        for unit in self.forward_order:
+            unit._fsdp_abandon_backward()
+        self.reductions.finish(self.current_stream())
+
     def abandon_forward(self, root: Unit) -> None:
         """Bring units to rest whose forward was interrupted where torch runs no hooks, e.g. by a KeyboardInterrupt."""
         for unit in self.forward_order:
@@ -199,6 +207,8 @@ class FsdpContext:
 
     def enter_forward(self) -> None:
         """Count a unit into forward."""
+        if self.pool is not None and self.num_units_in_forward == 0 and not is_in_backward():
+            self._begin_forward()
         self.num_units_in_forward += 1
 
     def exit_forward(self) -> None:
@@ -207,16 +217,27 @@ class FsdpContext:
 
     # --- weights --------------------------------------------------------------------------------------------------
 
-    def unshard(self, unit: Unit) -> None:
-        """Start gathering a unit's weights, unless they are there or on the way and still current."""
-        is_stale = any(group.is_stale for group in unit.parameter_groups)
+    def unshard(self, unit: Unit, is_ahead: bool = False) -> None:
+        """Start gathering a unit's weights, unless they are there or on the way and still current.
+
+        Args:
+            unit: the unit.
+            is_ahead: whether it is not needed yet, so that it may be left for later.
+        """
+        groups = unit.parameter_groups
+        is_stale = is_lent = False
+        for group in groups:
+            is_stale = is_stale or group.is_stale
+            is_lent = is_lent or bool(group.lent)
         if unit.unshard_event is not None and not is_stale:
             return
-        if is_stale or any(group.lent for group in unit.parameter_groups):
+        if self.pool is not None and not self._make_room(unit, is_ahead):
+            return
+        if is_stale or is_lent:
             # Compute may still be writing main weights, or reading gathered ones that are about to be refreshed.
             self.allgather_stream.wait_stream(self.current_stream())
         with profile_range(f"fsdp.unshard {unit.name}"), self.allgather_stream:
-            for group in unit.parameter_groups:
+            for group in groups:
                 group.unshard()
             unit.unshard_event = self.allgather_stream.record_event()
 
@@ -231,17 +252,14 @@ class FsdpContext:
         # A gather ahead for a unit that did not run may still read what the optimizer is about to write.
         self.current_stream().wait_stream(self.allgather_stream)
 
-    def prefetch_forward(self, unit: Unit) -> None:
-        """Start gathering the units that come next in forward, within the unit's budget."""
-        successors = self.learnt_order.after_forward(unit, self.num_units_in_forward)
-        for successor in units_ahead(unit, "forward", successors):
-            self.unshard(successor)
-
-    def prefetch_backward(self, unit: Unit) -> None:
-        """Start gathering the units that come next in backward, within the unit's budget."""
-        successors = self.learnt_order.after_backward(unit)
-        for successor in units_ahead(unit, "backward", successors):
-            self.unshard(successor)
+    def prefetch(self, unit: Unit, direction: Direction) -> None:
+        """Start gathering the units that come after `unit`, within its budget."""
+        if direction == "forward":
+            successors = self.learnt_order.after_forward(unit, self.num_units_in_forward)
+        else:
+            successors = self.learnt_order.after_backward(unit)
+        for successor in units_ahead(unit, successors, direction):
+            self.unshard(successor, is_ahead=True)
 
     def reshard(self, unit: Unit) -> None:
         """Free a unit's gathered weights once the work issued so far on the compute stream has read them."""
@@ -334,7 +352,8 @@ class FsdpContext:
         self.reductions.finish(self.current_stream())
         self._note_finality(is_last=self.is_last_microbatch)
         self._require_rest()
-        self.learnt_order.end_backward()
+        if self.learnt_order.end_backward():
+            self._record_anew()
 
     def _require_rest(self) -> None:
         active = [unit.name for unit in self.forward_order if unit.is_in_backward()]
@@ -363,19 +382,3 @@ class FsdpContext:
             "while weights were released, and dropped them: a tensor left a unit's forward by another way than its "
             "outputs. Return it, or keep it as an attribute of one of the unit's modules."
         )
-
-
-@contextmanager
-def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
-    """Say whether backwards inside the block end a gradient accumulation.
-
-    Args:
-        context: the context of the model that runs.
-        is_last: False while further microbatches will add to the gradients. An adapted optimizer refuses to step
-            on gradients that are not finished.
-    """
-    previous, context.is_last_microbatch = context.is_last_microbatch, is_last
-    try:
-        yield
-    finally:
-        context.is_last_microbatch = previous

@@ -1,0 +1,49 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for CUDA graphs on the host: a replay calls the function again, on the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from megatron.core.distributed.fsdp.experimental import graph
+
+
+class RepeatingDevice:
+    """Captures by calling; the first replay finds the work done, later ones do it again into the same outputs."""
+
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator]) -> None:
+        self.device = device
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Call the function."""
+        return function()
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Call the function and return what repeats it."""
+        outputs = function()
+        is_fresh = True
+
+        def replay() -> None:
+            nonlocal is_fresh
+            if not is_fresh:
+                pairs = zip(tree_flatten(outputs)[0], tree_flatten(function())[0], strict=True)
+                with torch.no_grad():
+                    for static, value in pairs:
+                        static.copy_(value)
+            is_fresh = False
+
+        return replay, outputs
+
+
+@contextmanager
+def graphs_on_the_host() -> Iterator[None]:
+    """Let the host stand in for a device with CUDA graphs inside the block."""
+    with patch.object(graph, "graph_device", RepeatingDevice):
+        yield
