@@ -69,8 +69,10 @@ def _train(
         inputs, targets = make_batch(model, 4, seed=0)
         for _ in range(NUM_STEPS):
             optimizer.zero_grad()
-            for index in range(2):
-                with microbatch(fsdp_context, is_last=index == 1):
+            # What backward has gathered for nothing is not gathered any more after the first one.
+            num_microbatches = 1 if aside else 2
+            for index in range(num_microbatches):
+                with microbatch(fsdp_context, is_last=index == num_microbatches - 1):
                     loss_of(model, inputs.to(dtype), targets).backward()
             optimizer.step()
     if fsdp_context.pool is not None:

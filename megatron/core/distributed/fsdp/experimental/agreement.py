@@ -135,6 +135,34 @@ def _as_it_is_now(unit: Unit, record: UnitRecord) -> UnitRecord:
     return replace(record, facts=(*settings, *facts), checksum=checksum)
 
 
+class Agreement:
+    """Asks all ranks that share units whether they have come to the same.
+
+    Args:
+        records: of the context's units.
+        device: the context's device.
+    """
+
+    def __init__(self, records: Sequence[UnitRecord], device: torch.device) -> None:
+        groups = {group.group_name: group for record in records for group in record.groups if group.size() > 1}
+        self._groups = [group for _, group in sorted(groups.items())]
+        self._device = device
+
+    def __call__(self, description: str) -> bool:
+        """Return whether `description` is the same on all ranks; waits for the device, and every rank must call it."""
+        digest = _digest(description.encode())
+        is_same = True
+        # Twice, so that what differs in one group is known in the others that share ranks with it.
+        for group in self._groups if len(self._groups) == 1 else self._groups * 2:
+            values = torch.tensor([digest, int(is_same)], device=self._device)
+            is_same = is_same and all(_compare(values, group, "the order of units that ranks have learnt"))
+        return is_same
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") & _MASK
+
+
 def _number_models(units: Sequence[tuple[Unit, UnitRecord]]) -> None:
     """Let the names of what units send tell models apart whose units have the same names.
 
@@ -155,8 +183,7 @@ def _number_models(units: Sequence[tuple[Unit, UnitRecord]]) -> None:
 
 def _check_group(units: Sequence[tuple[str, UnitRecord]], device: torch.device, group: dist.ProcessGroup) -> None:
     described = json.dumps([(name, record.facts) for name, record in units]).encode()
-    digest = int.from_bytes(hashlib.sha256(described).digest()[:8], "big") & _MASK
-    mine = torch.tensor([len(units), digest, 0], device=device)
+    mine = torch.tensor([len(units), _digest(described), 0], device=device)
     checksums = [record.checksum & _MASK for _, record in units]
     for checksum in checksums:
         mine[2] = (mine[2] * MULTIPLIER + checksum) & _MASK

@@ -11,11 +11,18 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from .compiling import refuse_compiled_autograd, untraced
+
 _engine: Any = Variable._execution_engine
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have `callback` called when the running backward has ended; it is dropped if the backward fails."""
+    """Have `callback` called when the running backward has ended; it is dropped if the backward fails.
+
+    Raises:
+        NotImplementedError: the backward is one that torch compiles.
+    """
+    refuse_compiled_autograd()
     _engine.queue_callback(callback)
 
 
@@ -40,12 +47,14 @@ class PostBackward:
         self._context = context
         self._task = task
 
+    @untraced
     def __call__(self) -> None:
         """Tell the context that the backward has ended."""
         context = self._context()
         if context is not None:
             context.post_backward(self._task)
 
+    @untraced
     def __del__(self) -> None:
         context = self._context()
         if context is not None:

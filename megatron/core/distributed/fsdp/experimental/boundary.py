@@ -29,6 +29,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .compiling import untraced
+
 
 class Boundary(Protocol):
     """What a unit is told."""
@@ -262,6 +264,7 @@ class _InputHook:
         self._call = call
         self._number = number
 
+    @untraced
     def __call__(self, grad: Any) -> None:
         call = self._call()
         if call is not None:
@@ -275,6 +278,7 @@ class _OutputHook:
         self._call = call
         self.outer: _OutputHook | None = None
 
+    @untraced
     def __call__(self, gradients: Any) -> None:
         if self.outer is not None:
             # A unit around ours returned our output as it is: that unit comes first, as elsewhere.

@@ -150,6 +150,10 @@ class ContextMemory:
             for group in unit.parameter_groups
         }
 
+    def _record_anew(self) -> None:
+        """Begin the recorded iteration again, since from now on units are gathered in another order."""
+        self._steps_at_start = None
+
     def _has_recorded(self, pool: TracePool) -> bool:
         """Return whether the recorded iteration has ended; see [Note: the recorded iteration]."""
         steps = {id(group): group.num_steps for group in self._groups()}

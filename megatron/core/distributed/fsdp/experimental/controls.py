@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
+from .compiling import compile_forward
 from .policy import SchedulePolicy
 from .prefetch import Direction
 from .schedule import FsdpContext
@@ -28,6 +29,7 @@ class UnitControls:
 
     _fsdp_context: FsdpContext
     _fsdp_groups: tuple[Any, ...]
+    _fsdp_name: str
     _fsdp_policy: SchedulePolicy
     _fsdp_reduces: bool
     _fsdp_prefetch: dict[Direction, list[weakref.ref[Unit]]]
@@ -105,6 +107,19 @@ class UnitControls:
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """As `set_modules_to_forward_prefetch`, when this unit's backward begins."""
         self._fsdp_name_prefetch("backward", modules)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the forward of this unit and of each unit inside it, one by one; what is at their borders is not.
+
+        Args:
+            args: of `torch.compile`.
+            kwargs: of `torch.compile`.
+
+        Raises:
+            NotImplementedError: the arguments ask for CUDA graphs.
+        """
+        for unit in self._fsdp_units(recurse=True):
+            compile_forward(cast(nn.Module, unit), unit._fsdp_name, args, kwargs)
 
     def _fsdp_drop_unreduced(self) -> None:
         """Forget gradients that wait for a reduction."""

@@ -145,6 +145,11 @@ def current_stream(device: torch.device) -> Stream:
     return stream
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the caller's work on `device` is being captured in a graph, so that nobody may wait for it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def finish_stream(stream: Stream) -> None:
     """Let the host wait until the work issued so far on `stream` has finished; on the host it has."""
     if isinstance(stream, torch.Stream):

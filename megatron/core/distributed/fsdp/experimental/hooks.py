@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from .boundary import ForwardCall, has_unknown_container, tensors_in
+from .compiling import untraced, warn_if_uncompiled
 from .module import FsdpModule
 from .phase import UnitPhase
 
@@ -99,8 +100,7 @@ def _as_forward(method: Any, name: str) -> Any:
     return run
 
 
-# torch.compile breaks its graph at a unit's border in any case, and would trace every line of these again and again.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def _pre_forward(unit: Any, args: Any, kwargs: Any) -> Any:
     if unit._fsdp_is_in_method:
         return None
@@ -120,11 +120,15 @@ def _pre_forward(unit: Any, args: Any, kwargs: Any) -> Any:
     return call.watch_inputs(args), call.watch_inputs(kwargs)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def _post_forward(unit: Any, args: Any, output: Any) -> Any:
     if unit._fsdp_is_in_method or unit.phase is UnitPhase.RESTING:
         return None
     call, unit._fsdp_open_call = unit._fsdp_open_call, None
+    if not unit._fsdp_has_run:
+        unit._fsdp_has_run = True
+        if not any(isinstance(inner, FsdpModule) and inner is not unit for inner in unit.modules()):
+            warn_if_uncompiled(unit, unit.name)
     needs_backward = False
     if call is not None and torch.is_grad_enabled():
         output = call.pass_on(output)
@@ -204,6 +208,7 @@ class _InnerOutputs:
     def __init__(self, unit: weakref.ref[Any]) -> None:
         self._unit = unit
 
+    @untraced
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         unit = self._unit()
         call = None if unit is None else unit._fsdp_open_call

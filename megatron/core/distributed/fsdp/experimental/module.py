@@ -64,7 +64,7 @@ class FsdpModule(UnitControls):
         self._fsdp_keepers: tuple[nn.Module, ...] = ()
         self._fsdp_watched: set[nn.Module] = set()
         self._fsdp_forward_methods: set[str] = set()
-        self._fsdp_is_in_method = False
+        self._fsdp_is_in_method = self._fsdp_has_run = False
         self._fsdp_parent_ref: weakref.ref[FsdpModule] | None = None
         self._fsdp_has_told = False
         self._fsdp_open_call: ForwardCall | None = None

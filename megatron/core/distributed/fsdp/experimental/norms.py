@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import collectives
+from .compiling import untraced
 
 _dtype_of, _grad_of = attrgetter("dtype"), attrgetter("grad")
 
@@ -32,6 +33,7 @@ _SMALL_NUMEL = 4096
 """Gradients with fewer elements are copied into one tensor for a norm: an operation each would cost the host more."""
 
 
+@untraced
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float | torch.Tensor,
@@ -70,6 +72,7 @@ def clip_grad_norm_(
     return total
 
 
+@untraced
 def clip_grads_with_norm_(parameters: Iterable[torch.Tensor], max_norm: float, total_norm: torch.Tensor) -> None:
     """Scale gradients by max_norm / total_norm if that is below one; no communication, no host synchronisation.
 
@@ -81,6 +84,7 @@ def clip_grads_with_norm_(parameters: Iterable[torch.Tensor], max_norm: float, t
     _scale(_Plan(list(parameters)).gradients(), max_norm, total_norm)
 
 
+@untraced
 def grad_norm(parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients over all ranks, 0-d, as `clip_grad_norm_` does; every rank must call it.
 

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .compiling import untraced
 from .dtensor import FsdpDTensor, shard_dtensor
 from .elementwise import ElementwiseOnly
 from .full_values import cut_like
@@ -132,6 +133,7 @@ def _validated_groups(optimizer: Optimizer) -> list[FsdpParameterGroup]:
 class _FsdpOptimizer:
     """Marks an adapted optimizer; its `step` is made by `_make_step`."""
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as torch does, those that wait for a reduction, too; of this optimizer's parameters only."""
         optimizer: Any = self
@@ -158,6 +160,7 @@ def _make_step(cls: Any) -> Any:
     inherited = cls.step
     original = inherited.__wrapped__ if getattr(inherited, "hooked", False) else inherited
 
+    @untraced
     def step(self: Any, closure: Any = None) -> None:
         """Update the main weights; the next forward makes the compute weights from them."""
         if closure is not None:

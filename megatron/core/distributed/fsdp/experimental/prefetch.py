@@ -4,24 +4,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 
 from .backward_task import is_in_backward
-from .indexed_order import IndexedOrder
 from .unit import Unit
 
 Direction = Literal["forward", "backward"]
 
 
-def units_ahead(unit: Unit, order: IndexedOrder[Unit], direction: Direction) -> Sequence[Unit]:
+def units_ahead(unit: Unit, successors: Iterable[Unit], direction: Direction) -> Sequence[Unit]:
     """Return the units to gather when `unit` begins: those that the user has named, or the next ones in the budget.
 
     Args:
         unit: the unit that begins.
-        order: the units in the order in which they run in `direction`.
+        successors: what comes after it in `direction`, next first.
         direction: forward or backward; for the policy's budget.
     """
     named = unit.prefetch_targets(direction)
@@ -37,7 +36,7 @@ def units_ahead(unit: Unit, order: IndexedOrder[Unit], direction: Direction) -> 
     numel = 0
     # Roots are evaluated in any order, and no backward would free what was gathered for one that does not follow.
     is_evaluation = not torch.is_grad_enabled() and not is_in_backward()
-    for successor in order.successors(unit):
+    for successor in successors:
         if not successor.parameter_groups:
             continue
         if is_evaluation and successor._fsdp_root() is not unit._fsdp_root():

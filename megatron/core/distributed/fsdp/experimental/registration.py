@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from .compiling import untraced
 from .dtensor import FsdpDTensor
 from .module import FsdpModule
 
@@ -47,6 +48,7 @@ def _install() -> None:
 _is_installed = False
 
 
+@untraced
 def _on_parameter(module: nn.Module, name: str, parameter: Any) -> None:
     reference = _owners.get(module)
     unit = None if reference is None else reference()
@@ -54,6 +56,7 @@ def _on_parameter(module: nn.Module, name: str, parameter: Any) -> None:
         raise _refusal(unit, module, name)
 
 
+@untraced
 def _on_module(module: nn.Module, name: str, added: Any) -> None:
     reference = _owners.get(module)
     unit = None if reference is None else reference()

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from .agreement import UnitRecord, check_units
+from .agreement import Agreement, UnitRecord, check_units
 from .backward_task import PostBackward, at_end_of_backward, current_backward, is_in_backward
 from .context_memory import ContextMemory
-from .device import Stream, current_stream, new_stream, profile_range, random_state, set_random_state
+from .device import Stream, current_stream, is_capturing, new_stream, profile_range, random_state, set_random_state
 from .indexed_order import IndexedOrder
 from .initial_values import initialize_values
+from .learnt_order import LearntOrder
 from .prefetch import Direction, units_ahead
 from .reductions import ReductionQueue
 from .unit import Unit, find_roots, order_units
@@ -124,6 +126,9 @@ class FsdpContext(ContextMemory):
         self.initialize_values()
         recorded = [unit for unit in self.forward_order if id(unit) in self._records]
         check_units([(unit, self._records[id(unit)]) for unit in recorded], self.device)
+        agreement = Agreement([self._records[id(unit)] for unit in recorded], self.device)
+        capturing = partial(is_capturing, self.device)
+        self.learnt_order = LearntOrder(self.forward_order, self.backward_order, agreement, capturing)
         self._records.clear()
         self._is_finalized = True
 
@@ -181,12 +186,15 @@ class FsdpContext(ContextMemory):
             if unit.is_in_backward() and unit.backward_task not in self._backward_tasks:
                 unit._fsdp_abandon_backward()
         if not self._backward_tasks:
+            self.learnt_order.drop_backward()
             self.reshard_idle_units()
         self.reductions.finish(self.current_stream())
 
     def abandon(self) -> None:
         """Bring all units to rest and forget what is under way, after an exception that no hook has seen."""
         self._backward_tasks.clear()
+        if self._is_finalized:
+            self.learnt_order.drop_backward()
         for unit in self.forward_order:
             unit._fsdp_abandon_backward()
         self.reductions.finish(self.current_stream())
@@ -246,8 +254,11 @@ class FsdpContext(ContextMemory):
 
     def prefetch(self, unit: Unit, direction: Direction) -> None:
         """Start gathering the units that come after `unit`, within its budget."""
-        order = self.forward_order if direction == "forward" else self.backward_order
-        for successor in units_ahead(unit, order, direction):
+        if direction == "forward":
+            successors = self.learnt_order.after_forward(unit, self.num_units_in_forward)
+        else:
+            successors = self.learnt_order.after_backward(unit)
+        for successor in units_ahead(unit, successors, direction):
             self.unshard(successor, is_ahead=True)
 
     def reshard(self, unit: Unit) -> None:
@@ -328,6 +339,7 @@ class FsdpContext(ContextMemory):
             for unit in closing:
                 if unit.is_in_backward():
                     unit._fsdp_abandon_backward()
+            self.learnt_order.drop_backward()
             self.reductions.finish(self.current_stream())
             raise
         if self._backward_tasks:
@@ -340,6 +352,8 @@ class FsdpContext(ContextMemory):
         self.reductions.finish(self.current_stream())
         self._note_finality(is_last=self.is_last_microbatch)
         self._require_rest()
+        if self.learnt_order.end_backward():
+            self._record_anew()
 
     def _require_rest(self) -> None:
         active = [unit.name for unit in self.forward_order if unit.is_in_backward()]

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .compiling import untraced
 from .dtensor import FsdpDTensor
 from .parameter_group import FsdpParameterGroup
 
@@ -53,6 +54,7 @@ def require_finished(optimizer: str, groups: Iterable[FsdpParameterGroup]) -> No
         )
 
 
+@untraced
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Check an optimizer that is about to step; where a closure makes its gradients, once that has run.
 

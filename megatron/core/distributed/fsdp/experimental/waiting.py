@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .compiling import never_trace
 from .dtensor import FsdpDTensor, shard_dtensor
 from .geometry import ShardGeometry
 from .operations import attribute_name, gives_no_tensor
@@ -104,3 +105,6 @@ def waiting_gradient(like: torch.Tensor, geometry: ShardGeometry) -> WaitingGrad
 def _flat(args: Any, kwargs: Any) -> list[Any]:
     values = [*args, *(kwargs or {}).values()]
     return [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+never_trace(FsdpDTensor, WaitingGradient)
