@@ -362,6 +362,13 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         help="register the pool's memory with NCCL on all ranks (CUDA, torch 2.12 or newer; not yet run on hardware)",
     )
     add(
+        "--megatron-fsdp-min-unit-numel",
+        type=_index,
+        default=0,
+        help="join neighbouring layers until they have so many parameters, to gather and reduce them together; small "
+        "layers cost less host time so, and more memory at a time",
+    )
+    add(
         "--use-distributed-optimizer",
         action="store_true",
         help="DDP: shard the optimizer state over the data-parallel ranks",

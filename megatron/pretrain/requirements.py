@@ -21,6 +21,7 @@ FSDP_V2_FLAGS = (
     "--cuda-graph-impl",
     "--cuda-graph-warmup-steps",
     "--fsdp-trace-pool",
+    "--megatron-fsdp-min-unit-numel",
     "--nccl-ub",
 )
 DDP_FLAGS = (

@@ -127,7 +127,7 @@ def _unknown_axis() -> None:
 
 
 REFUSED: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
-    "not_a_module": (TypeError, lambda: fully_shard("model"), "fully_shard module: expected Module, got str"),  # type: ignore[type-var]
+    "not_a_module": (TypeError, lambda: fully_shard("model"), "expected Module or a list of them, got str"),  # type: ignore[type-var]
     "not_a_mesh": (TypeError, lambda: fully_shard(nn.Linear(2, 2), 2), "fully_shard mesh: expected DeviceMesh or None"),  # type: ignore[arg-type]
     "not_placements": (
         TypeError,

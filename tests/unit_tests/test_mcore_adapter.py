@@ -59,6 +59,7 @@ HONOURED = {
     "megatron_fsdp_grad_comm_dtype",
     "megatron_fsdp_main_grads_dtype",
     "megatron_fsdp_main_params_dtype",
+    "megatron_fsdp_min_unit_numel",
     "megatron_fsdp_reshard_after_forward",
     "megatron_fsdp_static_gradients",
     "megatron_fsdp_trace_pool",
@@ -270,12 +271,31 @@ def test_units_by_class_and_dotted_name_and_none_at_all() -> None:
     run_ranks(1, _chosen_units)
 
 
+def _joined() -> None:
+    start()
+    expected = None
+    for min_numel, num_units in ((0, 4), (1, 4), (10**9, 2)):
+        chunk = wrap(build_tower(), megatron_fsdp_min_unit_numel=min_numel)
+        units = list(chunk.fsdp_units())
+        assert len(units) == num_units, (min_numel, [unit.name for unit in units])
+        inputs, _ = mcore.tower_batch(0, 0, my_rank())
+        loss = chunk(inputs).square().mean()
+        loss.backward()
+        names = [name for name, parameter in chunk.named_parameters() if parameter.grad is not None]
+        expected = (float(loss), names) if expected is None else expected
+        assert expected == (float(loss), names)
+
+
+def test_small_neighbours_share_a_unit() -> None:
+    run_ranks(2, _joined)
+
+
 def _warns_without_transformer_layers() -> None:
     start()
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger(adapter.__name__)
+    logger = logging.getLogger("megatron.core.distributed.fsdp.mcore_fsdp_v2_units")
     logger.addHandler(handler)
     try:
         tower = build_tower()

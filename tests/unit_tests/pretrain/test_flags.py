@@ -122,6 +122,7 @@ CASES = [
     (f"--outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2 {V2}", "ddp",
      "outer_dp_sharding_strategy", "optim"),
     (f"--megatron-fsdp-static-gradients {V2}", "ddp", "megatron_fsdp_static_gradients", True),
+    (f"--megatron-fsdp-min-unit-numel 99 {V2}", "ddp", "megatron_fsdp_min_unit_numel", 99),
     (f"--fsdp-trace-pool {V2}", "ddp", "megatron_fsdp_trace_pool", True),
     (f"--nccl-ub --fsdp-trace-pool {V2}", "ddp", "nccl_ub", True),
     (f"--megatron-fsdp-main-params-dtype bf16 --bf16 {V2}", "ddp", "megatron_fsdp_main_params_dtype",

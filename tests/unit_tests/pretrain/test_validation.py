@@ -178,6 +178,7 @@ IDLE = [
     "--num-distributed-optimizer-instances 2",
     "--outer-dp-sharding-strategy optim --use-megatron-fsdp-v2",
     "--megatron-fsdp-static-gradients",
+    "--megatron-fsdp-min-unit-numel 9",
     "--cuda-graph-impl full_iteration",
     "--cuda-graph-warmup-steps 2 --use-megatron-fsdp-v2",
     "--megatron-fsdp-static-gradients --fsdp-trace-pool --use-megatron-fsdp-v2",

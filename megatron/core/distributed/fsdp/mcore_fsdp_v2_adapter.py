@@ -8,8 +8,6 @@ sharding, schedule and numbers are the runtime's (`megatron.core.distributed.fsd
 
 from __future__ import annotations
 
-import importlib
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +22,6 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -48,10 +45,9 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     schedule_policy,
     shard_placements,
 )
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_units import find_units, join_units, resolve_classes
 
 __all__ = ["DistributedDataParallelConfig", "FullyShardedDataParallel", "is_fully_sharded"]
-
-_logger = logging.getLogger(__name__)
 
 
 class FullyShardedDataParallel(_StockFullyShardedDataParallel):
@@ -97,8 +93,8 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
                 "FullyShardedDataParallel disable_bucketing: expected False with fsdp_unit_modules, got True. "
                 "Give one of the two."
             )
-        unit_classes = () if disable_bucketing else _resolve_classes(fsdp_unit_modules)
-        units = _find_units(module, unit_classes, is_default=fsdp_unit_modules is None)
+        unit_classes = () if disable_bucketing else resolve_classes(fsdp_unit_modules)
+        units = find_units(module, unit_classes, is_default=fsdp_unit_modules is None)
         options: dict[str, Any] = {
             "placements": shard_placements(ddp_config),
             "mixed_precision_policy": mixed_precision_policy(ddp_config, module),
@@ -120,12 +116,15 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
             "unify_communication_stream": getattr(ddp_config, "megatron_fsdp_unify_communication_stream", False),
             "trace_pool": getattr(ddp_config, "megatron_fsdp_trace_pool", False),
         }
-        inner_first = [*(unit for unit in reversed(units) if unit is not module), module]
+        min_numel = getattr(ddp_config, "megatron_fsdp_min_unit_numel", 0)
+        joined = join_units(module, [unit for unit in units if unit is not module], min_numel)
         # All of them before the first, so that a chunk that is refused is left as it was.
-        check_shardable(inner_first, options["mixed_precision_policy"])
+        check_shardable(
+            [*(unit for run in reversed(joined) for unit in run), module], options["mixed_precision_policy"]
+        )
         with fully_shard_context(self.device, **memory) as context:
-            for unit in inner_first:
-                fully_shard(unit, mesh, **options)
+            for run in [*reversed(joined), [module]]:
+                fully_shard(run, mesh, **options)
         self.fsdp_context: FsdpContext = context
         for parameter in self.module.parameters():
             parameter.__fsdp_param__ = True
@@ -351,45 +350,3 @@ def _data_parallel_mesh(
             "pg_collection."
         )
     return DeviceMesh.from_group(groups, device_type, mesh=rows, mesh_dim_names=("dp_outer", "dp_inner"))
-
-
-def _resolve_classes(names: Sequence[type[nn.Module] | str] | None) -> tuple[type[nn.Module], ...]:
-    if names is None:
-        return (TransformerLayer,)
-    classes = []
-    for item in names:
-        found = _import_class(item) if isinstance(item, str) else item
-        if not (isinstance(found, type) and issubclass(found, nn.Module)):
-            raise ValueError(
-                f"FullyShardedDataParallel fsdp_unit_modules: expected module classes or their dotted names, got "
-                f"{item!r}. Pass the class, or its module and name, e.g. 'torch.nn.Linear'."
-            )
-        classes.append(found)
-    return tuple(classes)
-
-
-def _import_class(dotted_name: str) -> Any:
-    """Return what the name stands for, or None."""
-    module_name, _, class_name = dotted_name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module_name), class_name, None) if module_name else None
-    except ImportError:
-        return None
-
-
-def _find_units(module: nn.Module, classes: tuple[type[nn.Module], ...], *, is_default: bool) -> list[nn.Module]:
-    units = [child for child in module.modules() if isinstance(child, classes)]
-    if classes and not units:
-        names = [cls.__name__ for cls in classes]
-        if not is_default:
-            raise ValueError(
-                f"FullyShardedDataParallel fsdp_unit_modules: expected classes that occur in the model, got {names} "
-                f"for {type(module).__name__}. Name classes of its submodules, or set disable_bucketing."
-            )
-        _logger.warning(
-            "FullyShardedDataParallel: no %s in %s, so the whole chunk is one unit, gathered at once. Pass "
-            "fsdp_unit_modules to cut it.",
-            names,
-            type(module).__name__,
-        )
-    return units

@@ -46,6 +46,8 @@ class DistributedDataParallelConfig(_StockConfig):
         megatron_fsdp_unify_communication_stream: see `FsdpContext`.
         megatron_fsdp_static_gradients: see `SchedulePolicy.static_gradients`.
         megatron_fsdp_trace_pool: see `fully_shard_context`.
+        megatron_fsdp_min_unit_numel: join neighbouring units until one has so many parameters, so that small layers are
+            gathered and reduced together; 0 for none.
     """
 
     use_megatron_fsdp_v2: bool = False
@@ -58,6 +60,7 @@ class DistributedDataParallelConfig(_StockConfig):
     megatron_fsdp_unify_communication_stream: bool = False
     megatron_fsdp_static_gradients: bool = False
     megatron_fsdp_trace_pool: bool = False
+    megatron_fsdp_min_unit_numel: int = 0
 
 
 _HONOURED = frozenset(
@@ -71,6 +74,7 @@ _HONOURED = frozenset(
         "megatron_fsdp_grad_comm_dtype",
         "megatron_fsdp_main_grads_dtype",
         "megatron_fsdp_main_params_dtype",
+        "megatron_fsdp_min_unit_numel",
         "megatron_fsdp_reshard_after_forward",
         "megatron_fsdp_static_gradients",
         "megatron_fsdp_trace_pool",

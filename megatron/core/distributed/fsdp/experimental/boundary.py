@@ -55,6 +55,7 @@ class ForwardCall:
         version: as given.
         is_opaque: whether the inputs hold an object in which further ones may hide.
         inner_calls: forwards of units inside, made during this one, whose backward is expected.
+        has_left_outputs: whether an output that somebody may use was returned before the end of this call.
         is_closed: whether the unit has done with this call's backward.
         closed_in: the backward in which it has; -1 for none.
     """
@@ -62,7 +63,7 @@ class ForwardCall:
     def __init__(self, unit: Boundary, version: tuple[int, int]) -> None:
         self._unit = weakref.ref(unit)
         self.version = version
-        self.is_opaque = False
+        self.is_opaque = self.has_left_outputs = False
         self.inner_calls: list[weakref.ref[ForwardCall]] = []
         self._outer: weakref.ref[ForwardCall] | None = None
         self.is_closed = False

@@ -17,7 +17,7 @@ from .controls import UnitControls
 from .group_options import OwnedParameter
 from .initial_values import RESET_METHODS, reset_method
 from .module import FsdpModule
-from .ownership import own_modules, owned_parameters
+from .ownership import is_of_unit, own_modules, owned_parameters
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
 
 
@@ -51,26 +51,52 @@ def check_unit(module: nn.Module, owned: list[OwnedParameter], policy: MixedPrec
     _check_attributes(module)
 
 
-def check_types(module: Any, mesh: Any, placements: Any, policy: Any, schedule: Any) -> None:
+def check_modules(value: Any, register_hooks: bool) -> list[nn.Module]:
+    """Return the modules that are to form one unit; refuse those that cannot."""
+    modules = list(value) if isinstance(value, (list, tuple)) else [value]
+    foreign = [type(module).__name__ for module in modules if not isinstance(module, nn.Module)]
+    if foreign or not modules:
+        raise TypeError(f"fully_shard module: expected Module or a list of them, got {', '.join(foreign) or 'none'}.")
+    if len(modules) > 1:
+        _check_joint(modules, register_hooks)
+    return modules
+
+
+def _check_joint(modules: Sequence[nn.Module], register_hooks: bool) -> None:
+    kinds = [type(module).__name__ for module in modules]
+    inside = [inner for module in modules for inner in module.modules()]
+    if len(set(inside)) < len(inside):
+        raise ValueError(
+            f"fully_shard of several modules: expected modules beside each other, got {kinds}, of which some are the "
+            "same or lie inside each other. Name each once."
+        )
+    if any(isinstance(module, UnitControls) for module in inside):
+        raise ValueError(
+            f"fully_shard of several modules: expected modules without units inside, got {kinds}. Shard what is inside "
+            "them with them, or them one by one."
+        )
+    if not register_hooks:
+        raise ValueError(
+            "fully_shard of several modules: expected register_hooks=True, got False. Drive units of one module each."
+        )
+
+
+def check_types(mesh: Any, placements: Any, policy: Any, schedule: Any) -> None:
     """Refuse arguments of the wrong kind."""
     expected = (
-        ("module", module, nn.Module, False),
-        ("mesh", mesh, DeviceMesh, True),
-        ("placements", placements, Placements, True),
-        ("mixed_precision_policy", policy, MixedPrecisionPolicy, True),
-        ("schedule_policy", schedule, SchedulePolicy, True),
+        ("mesh", mesh, DeviceMesh),
+        ("placements", placements, Placements),
+        ("mixed_precision_policy", policy, MixedPrecisionPolicy),
+        ("schedule_policy", schedule, SchedulePolicy),
     )
-    for name, value, kind, is_optional in expected:
-        if not isinstance(value, kind) and not (is_optional and value is None):
-            raise TypeError(
-                f"fully_shard {name}: expected {kind.__name__}{' or None' if is_optional else ''}, got "
-                f"{type(value).__name__}."
-            )
+    for name, value, kind in expected:
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"fully_shard {name}: expected {kind.__name__} or None, got {type(value).__name__}.")
 
 
 def check_module(module: nn.Module) -> None:
     """Refuse a module that is a unit already."""
-    if isinstance(module, FsdpModule):
+    if is_of_unit(module):
         raise RuntimeError(
             f"fully_shard: expected a module that is not sharded yet, got {type(module).__name__}, which is a unit "
             "already. Call fully_shard once per module, inner modules first."

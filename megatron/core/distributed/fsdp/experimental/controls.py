@@ -30,6 +30,7 @@ class UnitControls:
     _fsdp_context: FsdpContext
     _fsdp_groups: tuple[Any, ...]
     _fsdp_name: str
+    _fsdp_followers: tuple[nn.Module, ...]
     _fsdp_policy: SchedulePolicy
     _fsdp_reduces: bool
     _fsdp_prefetch: dict[Direction, list[weakref.ref[Unit]]]
@@ -119,7 +120,8 @@ class UnitControls:
             NotImplementedError: the arguments ask for CUDA graphs.
         """
         for unit in self._fsdp_units(recurse=True):
-            compile_forward(cast(nn.Module, unit), unit._fsdp_name, args, kwargs)
+            for module in (cast(nn.Module, unit), *unit._fsdp_followers):
+                compile_forward(module, unit._fsdp_name, args, kwargs)
 
     def _fsdp_drop_unreduced(self) -> None:
         """Forget gradients that wait for a reduction."""

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -17,19 +18,28 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from . import hooks, registration
 from .agreement import record_unit
 from .allocator import default_allocator
-from .checks import check_numbers, check_placements, check_schedule, check_types, check_unit, merge_schedule
+from .checks import (
+    check_modules,
+    check_numbers,
+    check_placements,
+    check_schedule,
+    check_types,
+    check_unit,
+    merge_schedule,
+)
 from .device import current_device, resolve_device
 from .full_values import cut_values
 from .group_options import GradientReduction, GroupOptions, OwnedParameter
+from .joint import register_joint_hooks
 from .module import FsdpModule
-from .ownership import group_parameters, own_modules, owned_parameters
+from .ownership import group_parameters, jointly_owned_parameters, own_modules, owned_parameters
 from .parameter_group import FsdpParameterGroup
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
 from .replaced import retire
 from .schedule import FsdpContext
 from .step_guard import watch_steps
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
 
 _active_context: ContextVar[FsdpContext | None] = ContextVar("fsdp_context", default=None)
 _sharded_classes: dict[type, type] = {}
@@ -91,14 +101,13 @@ def fully_shard(
 ) -> ModuleT:
     """Make `module` a unit: shard the parameters that no unit inside it owns, in place.
 
-    Shard inner modules first, then the root. Outside a `fully_shard_context` the units of one root share an implicit
-    context, which is ready at the root's first forward.
+    Shard inner modules first. Outside a `fully_shard_context` the units of a root share one, ready at its forward.
 
     Args:
-        module: any module whose parameters are full and equal on every rank.
+        module: any module whose parameters are full and equal on every rank; or a list of modules that run one after
+            another, which share one gather and one reduction: less host time for small layers, more memory at a time.
         mesh: data-parallel mesh; None means one axis over the default process group.
         placements: where weights, gradients and optimizer state lie; None means sharded over every axis (ZeRO-3).
-            Units of one model may differ.
         mixed_precision_policy: dtypes of main weights and gradients; the compute dtype is the parameters' own.
         grad_divisor: divides reduced gradients once per contribution, on top of the average or sum.
         gradient_reduction: "average" over the data-parallel ranks, or "sum".
@@ -107,23 +116,23 @@ def fully_shard(
         register_hooks: see `FsdpModule`.
 
     Returns:
-        The same module, now also an `FsdpModule`.
+        The same module, now also an `FsdpModule`; of a list the first one is.
 
     Raises:
         TypeError: an argument of the wrong kind.
         ValueError: arguments that do not fit each other, or parameters that cannot be sharded.
         RuntimeError: the module is a unit already, or its context is closed.
     """
-    check_types(module, mesh, placements, mixed_precision_policy, schedule_policy)
+    modules = check_modules(module, register_hooks)
+    check_types(mesh, placements, mixed_precision_policy, schedule_policy)
     check_numbers(grad_divisor, gradient_reduction)
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     schedule = merge_schedule(schedule_policy, reshard_after_forward)
-    mesh = _default_mesh() if mesh is None else mesh
+    mesh = mesh or _default_mesh()
     placements = check_placements(mesh, placements)
     check_schedule(schedule, placements)
-    owned = owned_parameters(module)
-    check_unit(module, owned, policy)
-    context, absorbed = _join_context(module, mesh)
+    owned = _owned_parameters(modules, policy)
+    context, absorbed = _join_context(modules[0], mesh)
     options = GroupOptions(
         mesh=mesh,
         placements=placements,
@@ -135,18 +144,26 @@ def fully_shard(
         lasting_allocator=default_allocator,
         keeps_gradient_memory=context.keeps_gradients(schedule.static_gradients),
     )
-    return _attach(module, context, absorbed, owned, options, schedule, register_hooks)
+    _attach(modules, context, absorbed, owned, options, schedule, register_hooks)
+    return module
+
+
+def _owned_parameters(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> list[OwnedParameter]:
+    for member in modules:
+        check_unit(member, owned_parameters(member), policy)
+    return jointly_owned_parameters(modules)
 
 
 def _attach(
-    module: ModuleT,
+    modules: Sequence[nn.Module],
     context: FsdpContext,
     absorbed: list[FsdpContext],
     owned: list[OwnedParameter],
     options: GroupOptions,
     schedule_policy: SchedulePolicy,
     register_hooks: bool,
-) -> ModuleT:
+) -> None:
+    module, *followers = modules
     label = f"{type(module).__name__}#{len(context.units())}"
     record = record_unit(owned, options, register_hooks)
     groups = tuple(
@@ -154,12 +171,17 @@ def _attach(
     )
     for item in owned:
         retire(item.parameter, item.fqn, label)
-    _move_buffers(module, context.device)
+    for member in modules:
+        _move_buffers(member, context.device)
     module.__class__ = _sharded_class(type(module))
     unit: Any = module
-    owners = list(dict.fromkeys(own_modules(module)))
-    unit._fsdp_setup(context, groups, schedule_policy, owners[1:], register_hooks=register_hooks)
-    if register_hooks:
+    owners = list(dict.fromkeys(owner for member in modules for owner in own_modules(member)))
+    for follower in followers:
+        follower.__dict__["_fsdp_leader"] = weakref.ref(unit)
+    unit._fsdp_setup(context, groups, schedule_policy, owners[1:], followers=followers, register_hooks=register_hooks)
+    if followers:
+        register_joint_hooks(unit, followers)
+    elif register_hooks:
         hooks.register_hooks(unit)
     registration.watch(owners, unit)
     for owner in owners:
@@ -169,7 +191,6 @@ def _attach(
         context.absorb(other)
     context.register_module(unit, record)
     watch_steps()
-    return module
 
 
 def _default_device() -> torch.device:

@@ -26,15 +26,17 @@ class OwnedParameter:
     """One parameter of a unit and every place in the module that holds it.
 
     Attributes:
-        fqn: its first name, relative to the unit.
+        fqn: its first name, relative to the unit, or to the module of it that has the parameter.
         parameter: the original.
         places: ``module._parameters`` dicts and the names in them; several for a tied weight. A dict rather than its
             module, so that a unit and its group form no reference cycle.
+        member: which of the unit's modules has it, where several form one unit.
     """
 
     fqn: str
     parameter: nn.Parameter
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    member: int = 0
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ _WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None)})
 def register_hooks(unit: FsdpModule) -> None:
     """Let the unit's forward call its points."""
     module: Any = unit
-    module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(_post_forward, always_call=True)
+    module.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(end_forward, always_call=True)
     unit._fsdp_keepers = tuple(inner for inner in unit._fsdp_inner_modules if not _is_of_torch(inner))
 
 
@@ -61,6 +61,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, FsdpModule):
         raise TypeError(
             f"register_fsdp_forward_method: expected a unit, got {type(module).__name__}. Call fully_shard on it first."
+        )
+    if module._fsdp_followers:
+        raise NotImplementedError(
+            f"register_fsdp_forward_method of {type(module).__name__}: expected a unit of one module, got one of "
+            f"{1 + len(module._fsdp_followers)}. Shard them one by one."
         )
     cls = type(module)
     method = inspect.getattr_static(cls, method_name, None)
@@ -84,7 +89,7 @@ def _as_forward(method: Any, name: str) -> Any:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if name not in self._fsdp_forward_methods or self._fsdp_is_in_method:
             return method(self, *args, **kwargs)
-        replaced = _pre_forward(self, args, kwargs)
+        replaced = begin_forward(self, args, kwargs)
         args, kwargs = (args, kwargs) if replaced is None else replaced
         self._fsdp_is_in_method = True
         output = None
@@ -92,7 +97,7 @@ def _as_forward(method: Any, name: str) -> Any:
             output = method(self, *args, **kwargs)
         finally:
             self._fsdp_is_in_method = False
-            output = _post_forward(self, args, output)
+            output = end_forward(self, args, output)
         return output
 
     marked: Any = run
@@ -101,7 +106,8 @@ def _as_forward(method: Any, name: str) -> Any:
 
 
 @untraced
-def _pre_forward(unit: Any, args: Any, kwargs: Any) -> Any:
+def begin_forward(unit: Any, args: Any, kwargs: Any) -> Any:
+    """Begin a forward of the unit; return arguments whose tensors are watched, or None for those given."""
     if unit._fsdp_is_in_method:
         return None
     if unit.phase is UnitPhase.FORWARD and not _is_running(unit) and not unit.is_root():
@@ -121,9 +127,14 @@ def _pre_forward(unit: Any, args: Any, kwargs: Any) -> Any:
 
 
 @untraced
-def _post_forward(unit: Any, args: Any, output: Any) -> Any:
+def end_forward(unit: Any, args: Any, output: Any) -> Any:
+    """End a forward of the unit; return its output, which is watched."""
     if unit._fsdp_is_in_method or unit.phase is UnitPhase.RESTING:
         return None
+    while unit._fsdp_open_joints:
+        inner = unit._fsdp_open_joints.popitem()[1]()
+        if inner is not None and inner.phase is UnitPhase.FORWARD:
+            end_forward(inner, (), None)
     call, unit._fsdp_open_call = unit._fsdp_open_call, None
     if not unit._fsdp_has_run:
         unit._fsdp_has_run = True
@@ -136,18 +147,16 @@ def _post_forward(unit: Any, args: Any, output: Any) -> Any:
         for kept in (*call.added_tensors(), *_kept_tensors(unit, call)):
             needs_backward = call.watch_outputs(kept) or needs_backward
     if call is not None:
+        needs_backward = needs_backward or call.has_left_outputs
         call.close_forward()
     if needs_backward:
-        parent = None if unit._fsdp_parent_ref is None else unit._fsdp_parent_ref()
+        parent = unit._fsdp_parent()
         if parent is not None and parent._fsdp_open_call is not None:
             parent._fsdp_open_call.contain(call)
-    aliased = _aliased_weight(unit, output)
-    unit.post_forward(needs_backward)
-    if aliased is not None:
-        raise RuntimeError(
-            f"output of unit {unit.name}: expected a tensor of its own, got a view of its parameter {aliased}, whose "
-            "memory is released after forward. Return a copy: clone() it."
-        )
+    try:
+        refuse_alias(unit, output)
+    finally:
+        unit.post_forward(needs_backward)
     may_need = call is not None and (call.num_inputs or any(group.requires_grad for group in unit.parameter_groups))
     if may_need and not needs_backward and has_unknown_container(output):
         raise TypeError(
@@ -216,8 +225,12 @@ class _InnerOutputs:
             call.watch_outputs(output, is_final=False)
 
 
-def _aliased_weight(unit: Any, output: Any) -> str | None:
-    """Return the name of the parameter whose memory an output of the unit shares, if there is one."""
+def refuse_alias(unit: Any, output: Any) -> None:
+    """Refuse an output that shares memory with a gathered parameter.
+
+    Raises:
+        RuntimeError: it does; names the parameter.
+    """
     for tensor in tensors_in(output):
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
         if not is_plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not tensor.numel():
@@ -226,5 +239,8 @@ def _aliased_weight(unit: Any, output: Any) -> str | None:
         for group in unit.parameter_groups:
             full = group.full_weight
             if full.is_transient and group.numel and full.local.untyped_storage().data_ptr() == pointer:
-                return str(group.name_at(tensor.storage_offset()))
-    return None
+                raise RuntimeError(
+                    f"output of unit {unit.name}: expected a tensor of its own, got a view of its parameter "
+                    f"{group.name_at(tensor.storage_offset())}, whose memory is released after forward. Return a copy: "
+                    "clone() it."
+                )

@@ -23,10 +23,11 @@ from .parameter_group import FsdpParameterGroup
 from .phase import UnitPhase, check_move
 from .policy import SchedulePolicy
 from .schedule import FsdpContext
+from .sealed import SealedModule
 from .unit import Unit
 
 
-class FsdpModule(UnitControls):
+class FsdpModule(UnitControls, SealedModule):
     """Mixin attached in place by `fully_shard`; `_fsdp_setup` stands in for a constructor."""
 
     Phase = UnitPhase
@@ -38,6 +39,7 @@ class FsdpModule(UnitControls):
         schedule_policy: SchedulePolicy,
         inner_modules: Sequence[nn.Module],
         *,
+        followers: Sequence[nn.Module] = (),
         register_hooks: bool = True,
     ) -> None:
         """Make the module a unit of `context`; called once, by `fully_shard`.
@@ -47,6 +49,7 @@ class FsdpModule(UnitControls):
             parameter_groups: the unit's own parameters, at rest.
             schedule_policy: how far ahead the unit gathers.
             inner_modules: the modules inside that the unit owns, without itself.
+            followers: the modules besides itself that it was made of ([Note: several modules, one unit] in joint.py).
             register_hooks: False lets an external scheduler call pre_forward, post_forward, pre_backward and
                 post_backward itself.
         """
@@ -60,7 +63,8 @@ class FsdpModule(UnitControls):
         self.backward_task = -1
         self._fsdp_reduces = True
         self._fsdp_prefetch = {}
-        self._fsdp_inner_modules = tuple(inner_modules)
+        self._fsdp_inner_modules, self._fsdp_followers = tuple(inner_modules), tuple(followers)
+        self._fsdp_open_joints: dict[int, weakref.ref[FsdpModule]] = {}
         self._fsdp_keepers: tuple[nn.Module, ...] = ()
         self._fsdp_watched: set[nn.Module] = set()
         self._fsdp_forward_methods: set[str] = set()
@@ -133,8 +137,17 @@ class FsdpModule(UnitControls):
         """Take the name and root found when the context was finalised; called by the context."""
         self._fsdp_name = name
         self._fsdp_root_ref = weakref.ref(root)
+        prefixes = ["" if root is self else name]
+        if self._fsdp_followers:
+            paths = {id(module): path for path, module in _as_module(root).named_modules()}
+            prefixes += [paths.get(id(follower), "") for follower in self._fsdp_followers]
+            if root is self or "" in prefixes:
+                raise ValueError(
+                    f"fully_shard of {len(prefixes)} modules from {name} on: expected a unit around all of them, got "
+                    "none, so that their parameters have no common names. Shard the model around them, too."
+                )
         for group in self._fsdp_groups:
-            group.rename(name, "" if root is self else name)
+            group.rename(name, prefixes)
         for module in _as_module(self).modules():
             if isinstance(module, FsdpModule) and module is not self:
                 # Outer units are named before inner ones, so that the innermost parent is the last to write.
@@ -143,6 +156,10 @@ class FsdpModule(UnitControls):
     def _fsdp_root(self) -> Unit | None:
         """Return the outermost unit around this one; None before finalisation."""
         return None if self._fsdp_root_ref is None else self._fsdp_root_ref()
+
+    def _fsdp_parent(self) -> FsdpModule | None:
+        """Return the innermost unit around this one."""
+        return None if self._fsdp_parent_ref is None else self._fsdp_parent_ref()
 
     def _fsdp_enter(self, phase: UnitPhase) -> None:
         check_move(self.name, self._fsdp_phase, phase)
@@ -333,7 +350,7 @@ class FsdpModule(UnitControls):
         if self._fsdp_phase is not UnitPhase.RESTING:
             self._fsdp_enter(UnitPhase.RESTING)
         self.reshard()
-        parent = None if self._fsdp_parent_ref is None else self._fsdp_parent_ref()
+        parent = self._fsdp_parent()
         if parent is not None:
             parent._fsdp_close_if_complete()
 
@@ -350,30 +367,6 @@ class FsdpModule(UnitControls):
     def _fsdp_drop_unreduced(self) -> None:
         for group in self._fsdp_groups:
             group.drop_unreduced_gradients()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise RuntimeError(
-            f"deepcopy of unit {self.name}: expected a module that is not sharded, got a unit, whose copy would share "
-            "no buffers and no schedule. Copy the model before fully_shard, or keep averages of its parameters: "
-            "{name: parameter.detach().clone()}."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to pickle a unit.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            f"pickle of unit {self.name}: expected a module that is not sharded, got a unit. Save its state_dict(), "
-            "whose tensors hold this rank's shards, on every rank."
-        )
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        raise RuntimeError(
-            f"cast or move of unit {self.name}: expected none after fully_shard, since the shards would keep their old "
-            "dtype and device. Call .to(), .half(), .cuda() and the like before fully_shard."
-        )
 
 
 def _as_module(unit: object) -> nn.Module:

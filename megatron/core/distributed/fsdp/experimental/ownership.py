@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -17,8 +17,13 @@ def own_modules(module: nn.Module, future: Collection[nn.Module] = ()) -> Iterat
     """Yield `module` and the modules inside it, stopping at units and at those that are going to be."""
     yield module
     for child in module.children():
-        if not isinstance(child, FsdpModule) and child not in future:
+        if not is_of_unit(child) and child not in future:
             yield from own_modules(child, future)
+
+
+def is_of_unit(module: nn.Module) -> bool:
+    """Return whether a module is a unit, or one of several that form one."""
+    return isinstance(module, FsdpModule) or "_fsdp_leader" in vars(module)
 
 
 def owned_parameters(module: nn.Module, future: Collection[nn.Module] = ()) -> list[OwnedParameter]:
@@ -33,6 +38,19 @@ def owned_parameters(module: nn.Module, future: Collection[nn.Module] = ()) -> l
             fqn = f"{prefix}.{name}" if prefix else name
             entry = owned.setdefault(id(parameter), OwnedParameter(fqn, parameter))
             entry.places.append((owner._parameters, name))
+    return list(owned.values())
+
+
+def jointly_owned_parameters(modules: Sequence[nn.Module]) -> list[OwnedParameter]:
+    """Return the parameters of modules that form one unit, each once, with every place that holds it."""
+    owned: dict[int, OwnedParameter] = {}
+    for number, module in enumerate(modules):
+        for item in owned_parameters(module):
+            known = owned.setdefault(id(item.parameter), item)
+            if known is item:
+                item.member = number
+            else:
+                known.places += item.places
     return list(owned.values())
 
 

@@ -64,11 +64,11 @@ class FsdpParameterGroup:
 
     def __init__(self, parameters: Sequence[OwnedParameter], options: GroupOptions, unit: str, index: int) -> None:
         originals, placements = [owned.parameter for owned in parameters], options.placements
-        self.name = f"{unit}.{index}"
-        self._index = index
+        self.name, self._index = f"{unit}.{index}", index
         self.trainable = [original.requires_grad for original in originals]
         self.requires_grad = any(self.trainable)
         self.fqns = [owned.fqn for owned in parameters]
+        self._members = [owned.member for owned in parameters]
         self._places = [owned.places for owned in parameters]
         self._options = options
         self._is_stale, self.lent = True, LentTensors()
@@ -98,7 +98,7 @@ class FsdpParameterGroup:
         self._make_parameters(originals)
         if self.requires_grad:
             self._plan_gradients()
-        self.rename(unit, unit)
+        self.rename(unit, [f"{unit}+{number}" if number else unit for number in range(max(self._members) + 1)])
         self.attach_sharded()
 
     def _buffer(
@@ -152,15 +152,15 @@ class FsdpParameterGroup:
             self.unsharded_parameters.append(unsharded)
         self.full_weight.followers = self.unsharded_parameters
 
-    def rename(self, unit: str, prefix: str) -> None:
+    def rename(self, unit: str, prefixes: Sequence[str]) -> None:
         """Name buffers after their unit, and parameters by their path, for errors and observers.
 
         Args:
             unit: the unit's name.
-            prefix: what comes before the parameters' own names: the unit's path in its root; empty for the root.
+            prefixes: what comes before the parameters' own names, for each of the unit's modules: its path in the root.
         """
         self.name = f"{unit}.{self._index}"
-        fqns = [f"{prefix}.{fqn}" if prefix else fqn for fqn in self.fqns]
+        fqns = [f"{prefixes[i]}.{fqn}" if prefixes[i] else fqn for i, fqn in zip(self._members, self.fqns, strict=True)]
         if self.gradients is not None:
             self.gradients.rename(fqns)
         for buffer in self.buffers:
