@@ -206,10 +206,10 @@ CASES = (
         111,
         "crash",
         "compiled modules and graphs",
-        note="torch.compile, with graph breaks at units: docs/compile.md; capture in CUDA graphs is not supported yet",
+        note="torch.compile, with graph breaks at units: docs/compile.md; whole iterations in one CUDA graph: docs/cuda_graphs.md",
         refused="expected a mode without CUDA graphs",
     ),
-    Case(112, "crash", "a unit larger than the pool", note="there is no pool"),
+    Case(112, "crash", "a unit larger than the pool", note="in a trace pool it has a place of its own size"),
     # Memory
     Case(113, "memory", "frozen units stay gathered in backward"),
     Case(114, "memory", "a deleted model keeps its memory"),

@@ -352,6 +352,16 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         help="keep the memory of gradients between steps, so that their addresses do not change",
     )
     add(
+        "--fsdp-trace-pool",
+        action="store_true",
+        help="plan fixed places for gathered weights and packed gradients from the first iteration",
+    )
+    add(
+        "--nccl-ub",
+        action="store_true",
+        help="register the pool's memory with NCCL on all ranks (CUDA, torch 2.12 or newer; not yet run on hardware)",
+    )
+    add(
         "--use-distributed-optimizer",
         action="store_true",
         help="DDP: shard the optimizer state over the data-parallel ranks",

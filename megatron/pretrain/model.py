@@ -137,9 +137,12 @@ def _wrap(
             megatron_fsdp_main_grads_dtype=_DTYPES[args.megatron_fsdp_main_grads_dtype],
             megatron_fsdp_grad_comm_dtype=_DTYPES[args.megatron_fsdp_grad_comm_dtype],
             megatron_fsdp_static_gradients=args.megatron_fsdp_static_gradients,
+            megatron_fsdp_trace_pool=args.fsdp_trace_pool,
+            nccl_ub=args.nccl_ub,
             overlap_grad_reduce=True,
             overlap_param_gather=True,
-            check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
+            # With a graph the loop looks at the norm once the iteration is over.
+            check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and args.cuda_graph_impl == "none",
         )
         return v2.FullyShardedDataParallel(config, ddp_config, model, pg_collection=groups)
 

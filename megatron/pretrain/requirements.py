@@ -20,6 +20,8 @@ FSDP_V2_FLAGS = (
     "--megatron-fsdp-static-gradients",
     "--cuda-graph-impl",
     "--cuda-graph-warmup-steps",
+    "--fsdp-trace-pool",
+    "--nccl-ub",
 )
 DDP_FLAGS = (
     "--use-distributed-optimizer",
@@ -125,6 +127,12 @@ REQUIREMENTS = (
     _R(("--grad-reduce-in-bf16",), "--bf16", lambda a: a.bf16),
     _R(("--cuda-graph-warmup-steps",), "--cuda-graph-impl full_iteration", lambda a: a.cuda_graph_impl != "none"),
     _R(FSDP_V2_FLAGS, "--use-megatron-fsdp-v2", lambda a: a.use_megatron_fsdp_v2),
+    _R(
+        ("--megatron-fsdp-static-gradients",),
+        "no --fsdp-trace-pool (with which gradients keep their memory in any case)",
+        lambda a: not a.fsdp_trace_pool,
+    ),
+    _R(("--nccl-ub",), "--fsdp-trace-pool", lambda a: a.fsdp_trace_pool),
     _R(
         ("--outer-dp-sharding-strategy",),
         "--num-distributed-optimizer-instances above 1",

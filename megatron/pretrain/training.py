@@ -137,6 +137,7 @@ def train_step(state: TrainState) -> StepResult:
         result = state.graph([next(state.data.train) for _ in range(get_num_microbatches())])
         if args.check_for_nan_in_loss_and_grad:
             _check_losses(result.losses)
+            _check_norm(result.grad_norm)
     if result.is_updated:
         state.scheduler.step(increment=args.global_batch_size)
     total, num_tokens = _sum_over_ranks(result.losses)
@@ -241,6 +242,16 @@ def _check_losses(losses: torch.Tensor) -> None:
             f"{torch.distributed.get_rank()} for the current "
             "microbatch. Lower --lr or check the data; --no-check-for-nan-in-loss-and-grad goes on "
             "regardless."
+        )
+
+
+def _check_norm(grad_norm: Any) -> None:
+    """Refuse a gradient norm that is no number; waits for the device."""
+    if grad_norm is not None and not math.isfinite(grad_norm):
+        raise RuntimeError(
+            f"Gradient norm: expected a finite one, got {float(grad_norm)}; the weights have been updated with it, as "
+            "a CUDA graph does all of an iteration. Go on from a checkpoint with a lower --lr, or without "
+            "--cuda-graph-impl, which names the parameters; --no-check-for-nan-in-loss-and-grad goes on regardless."
         )
 
 

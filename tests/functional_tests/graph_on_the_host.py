@@ -20,16 +20,26 @@ def main() -> None:
     from megatron.pretrain.cpu import install
 
     install()
+    import torch
+
+    from megatron.core.optimizer import fully_sharded_optimizer
     from megatron.pretrain import training
     from tests.unit_tests.graph_double import RepeatingDevice, graphs_on_the_host
 
     seed = training._seed_everything
+    base_optimizer = fully_sharded_optimizer.base_optimizer
     captures: list[RepeatingDevice] = []
     with (
         graphs_on_the_host(),
         patch.object(training, "require_gpu", lambda: None),
         patch.object(training, "_seed_everything", lambda number, is_captured: seed(number, False)),
         patch.object(RepeatingDevice, "capture", _counted(captures)),
+        # The one for GPUs is fused, with its step count and learning rate in tensors.
+        patch.object(
+            fully_sharded_optimizer,
+            "base_optimizer",
+            lambda config, groups, device: base_optimizer(config, groups, torch.device("cuda")),
+        ),
     ):
         pretrain(command)
     print(f"captures: {len(captures)}", file=sys.stderr)

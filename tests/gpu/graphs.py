@@ -171,7 +171,7 @@ _CASES = [
     ("optim_grads_params", "optim", 1),
 ]
 CHECKS = [
-    *(Check("graph_equals_eager_" + "_".join(map(str, case)), equals_eager, case) for case in _CASES),
+    *(Check("pb111_graph_equals_eager_" + "_".join(map(str, case)), equals_eager, case) for case in _CASES),
     Check("graphs_do_not_grow", does_not_grow),
     *([] if IS_DRY else [Check("failed_capture_leaves_eager_usable", leaves_eager_usable)]),
 ]

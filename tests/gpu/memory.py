@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory at rest and at the peak of a step is what a formula says, for every strategy and whatever the depth.
 
+With a trace pool torch's allocator is not asked for more, and keeps little that nobody uses.
+
 The formula is that of `tests/unit_tests/accounting.py`, for bf16 compute, fp32 main weights and gradients and Adam; a
 step adds activations: what a forward of the same model keeps, measured without sharding.
 
@@ -19,7 +21,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.distributed.fsdp.experimental import Placements, fully_shard, fully_shard_optimizer
+from megatron.core.distributed.fsdp.experimental import (
+    Placements,
+    fully_shard,
+    fully_shard_context,
+    fully_shard_optimizer,
+)
 from tests.gpu.checks import IS_DRY, Check
 from tests.unit_tests.accounting import Cost
 from tests.unit_tests.launch import DEVICE
@@ -111,6 +118,46 @@ def follows_the_formula(depth: int, strategy: str, outer: str | None, num_outer:
     return measured
 
 
+MAX_RESERVED = 1.05
+NUM_WARM_UP_STEPS = 3
+
+
+def pool_leaves_the_allocator_alone(depth: int, strategy: str) -> str:
+    """With a trace pool, after three steps: no call to the driver for memory, and almost none that lies idle."""
+    batch = torch.randn(NUM_ROWS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    model = _model(depth)
+    placements = Placements.from_strategy(strategy)
+    with fully_shard_context(DEVICE, trace_pool=True) as context:
+        for block in model:
+            fully_shard(block, placements=placements)
+        fully_shard(model, placements=placements)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    pool: Any = context.pool
+    seen: list[tuple[int, dict[str, Any]]] = []
+    for step in range(2 * NUM_WARM_UP_STEPS):
+        if step == NUM_WARM_UP_STEPS and not IS_DRY:
+            torch.cuda.reset_peak_memory_stats()
+        _step(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((_num_device_allocations(), pool.slots))
+    assert pool.is_active and pool.num_fallbacks == 0, pool.num_fallbacks
+    assert all(slots == seen[-1][1] for _, slots in seen[1:])
+    held = f"{pool.num_bytes / MIB:.2f} MiB in {len(pool.plan.arenas)} arenas"
+    if IS_DRY:
+        return f"bookkeeping only: {held}"
+    calls = seen[-1][0] - seen[NUM_WARM_UP_STEPS - 1][0]
+    ratio = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated()
+    measured = f"{held}; {calls} calls of cudaMalloc after step {NUM_WARM_UP_STEPS}, reserved / allocated {ratio:.3f}"
+    assert calls == 0 and ratio <= MAX_RESERVED, measured
+    return measured
+
+
+def _num_device_allocations() -> int:
+    """Return how often torch's allocator has asked the driver for memory."""
+    return 0 if IS_DRY else int(torch.cuda.memory_stats()["num_device_alloc"])
+
+
 _CASES: list[tuple[int, str, str | None, int]] = [
     (16, "optim_grads_params", None, 1),
     *((8, strategy, None, 1) for strategy in STRATEGIES),
@@ -124,4 +171,7 @@ CHECKS = [
         min_ranks=case[3],
     )
     for case in _CASES
+]
+CHECKS += [
+    Check(f"pool_of_16_layers_{strategy}", pool_leaves_the_allocator_alone, (16, strategy)) for strategy in STRATEGIES
 ]

@@ -10,9 +10,22 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from megatron.core.distributed.fsdp.experimental import graph
+
+
+class _WithoutValues(TorchDispatchMode):
+    """Refuses operations that wait for the device to know a value, as a capture does."""
+
+    WAITING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"})
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in self.WAITING:
+            raise RuntimeError(f"operation {name} not permitted while a double of a stream is capturing")
+        return function(*args, **(kwargs or {}))
 
 
 class RepeatingDevice:
@@ -27,7 +40,8 @@ class RepeatingDevice:
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Call the function and return what repeats it."""
-        outputs = function()
+        with _WithoutValues():
+            outputs = function()
         is_fresh = True
 
         def replay() -> None:

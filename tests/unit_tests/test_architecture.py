@@ -79,7 +79,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "agreement": {"checksum", "collectives", "group_options", "unit"},
     "learnt_order": {"indexed_order", "unit"},
     "prefetch": {"backward_task", "unit"},
-    "context_memory": {"allocator", "device", "parameter_group", "trace_pool", "unit"},
+    "symmetric_memory": {"allocator", "collectives", "device"},
+    "context_memory": {"allocator", "device", "parameter_group", "symmetric_memory", "trace_pool", "unit"},
     "schedule": {
         "agreement",
         "backward_task",

@@ -152,6 +152,25 @@ def test_failed_capture_leaves_everything_as_it_was() -> None:
     run_ranks(2, _failed)
 
 
+def _waiting() -> None:
+    with graphs_on_the_host():
+        training = _Training()
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            loss = training.step(inputs, targets)
+            assert loss.item() > 0
+            return loss
+
+        captured = capture_iteration(training.model, training.optimizer, step, training.batch, warmup=1)
+        captured(*training.batch)
+        with pytest.raises(RuntimeError, match=r"got RuntimeError at .*: operation _local_scalar_dense not permitted"):
+            captured(*training.batch)
+
+
+def test_a_step_that_waits_for_a_value_is_refused() -> None:
+    run_ranks(1, _waiting)
+
+
 def _refusals() -> None:
     training = _Training()
     with pytest.raises(NotImplementedError, match="expected a model on a CUDA device, got one on cpu"):

@@ -61,7 +61,9 @@ HONOURED = {
     "megatron_fsdp_main_params_dtype",
     "megatron_fsdp_reshard_after_forward",
     "megatron_fsdp_static_gradients",
+    "megatron_fsdp_trace_pool",
     "megatron_fsdp_unify_communication_stream",
+    "nccl_ub",
     "num_distributed_optimizer_instances",
     "outer_dp_sharding_strategy",
     "overlap_grad_reduce",
@@ -663,6 +665,11 @@ def _schedule_options() -> None:
         with CollectiveLog():  # without an observer, all streams of a host are one
             context = wrap(build_tower(), megatron_fsdp_unify_communication_stream=unify).fsdp_context
         assert (context.allgather_stream is context.reduce_scatter_stream) is unify
+    for pooled in (False, True):
+        context = wrap(build_tower(), megatron_fsdp_trace_pool=pooled).fsdp_context
+        assert (context.pool is not None) is pooled
+    with pytest.raises(ValueError, match=r"static_gradients: expected False with trace_pool=True, .* got True"):
+        wrap(build_tower(), megatron_fsdp_trace_pool=True, megatron_fsdp_static_gradients=True)
 
 
 def test_options_reach_the_schedule() -> None:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp.experimental import (
-    FsdpContext,
     MixedPrecisionPolicy,
     Placements,
     SchedulePolicy,
@@ -291,11 +290,6 @@ def _open_block_forward() -> None:
 def test_forward_inside_the_block_is_refused() -> None:
     for message in run_ranks_expecting(1, RuntimeError, _open_block_forward):
         assert "still open" in message
-
-
-def test_symmetric_memory_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="use_symmetric_memory: expected False"):
-        FsdpContext(torch.device("cpu"), use_symmetric_memory=True)
 
 
 def _orders() -> tuple[list[str], list[str]]:

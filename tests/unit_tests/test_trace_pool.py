@@ -54,7 +54,6 @@ class _Buffer:
         self.name = f"buffer {number}"
         self.place: Any = None
         self.num_plan_views = 0
-        self.followers: Sequence[torch.Tensor] = ()
         self.local = torch.empty(numel, dtype=dtype)
         self.pool = pool
         pool.release(self)
@@ -102,7 +101,7 @@ def test_whatever_follows_the_recorded_iteration(
         warnings.simplefilter("ignore")
         _play(buffers, recorded)
         assert pool.is_quiet
-        pool.activate()
+        pool.activate({})
         with _no_calls():
             _play(buffers, recorded)
         for events in later:
@@ -110,7 +109,7 @@ def test_whatever_follows_the_recorded_iteration(
             pool.deactivate()
             assert pool.num_bytes == 0
             _play(buffers, events)
-            pool.activate()
+            pool.activate({})
         with _no_calls():
             _play(buffers, recorded)
 
@@ -640,6 +639,16 @@ def _nothing_to_train() -> None:
 def test_a_pool_without_effect_is_refused() -> None:
     for message in run_ranks_expecting(1, ValueError, _nothing_to_train):
         assert "fully_shard_context trace_pool: expected units with trainable parameters, got none" in message
+
+
+def _static_gradients() -> None:
+    with fully_shard_context(DEVICE, trace_pool=True):
+        fully_shard(nn.Linear(2, 2), schedule_policy=SchedulePolicy(static_gradients=True))
+
+
+def test_asking_for_what_a_pool_does_is_refused() -> None:
+    for message in run_ranks_expecting(1, ValueError, _static_gradients):
+        assert "SchedulePolicy static_gradients: expected False with trace_pool=True" in message
 
 
 def _no_pool() -> None:

@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "symmetric_memory": (
         lambda: fully_shard_context("cpu", use_symmetric_memory=True).__enter__(),
         NotImplementedError,
-        "use_symmetric_memory: expected False, got True",
+        "use_symmetric_memory: expected a CUDA device, got cpu",
     ),
     "placements": (
         lambda: fully_shard(nn.Linear(2, 2), placements=Placements.from_strategy("optim", outer="optim")),

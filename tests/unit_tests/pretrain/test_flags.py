@@ -122,6 +122,8 @@ CASES = [
     (f"--outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2 {V2}", "ddp",
      "outer_dp_sharding_strategy", "optim"),
     (f"--megatron-fsdp-static-gradients {V2}", "ddp", "megatron_fsdp_static_gradients", True),
+    (f"--fsdp-trace-pool {V2}", "ddp", "megatron_fsdp_trace_pool", True),
+    (f"--nccl-ub --fsdp-trace-pool {V2}", "ddp", "nccl_ub", True),
     (f"--megatron-fsdp-main-params-dtype bf16 --bf16 {V2}", "ddp", "megatron_fsdp_main_params_dtype",
      torch.bfloat16),
     (f"--megatron-fsdp-main-grads-dtype bf16 --bf16 --grad-reduce-in-bf16 {V2}", "ddp",

@@ -13,7 +13,7 @@ LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 
 def test_next_drops_the_flags_of_the_wrapper_that_was_used() -> None:
     line = (
-        "--use-megatron-fsdp-v2 --data-parallel-sharding-strategy optim_grads_params --megatron-fsdp-static-gradients "
+        "--use-megatron-fsdp-v2 --data-parallel-sharding-strategy optim_grads_params --fsdp-trace-pool "
         "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim --num-layers 2"
     )
     command = read_command(line.split(), LAUNCHED)

@@ -115,11 +115,15 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         self.data_parallel_group = _group(pg_collection, "dp_cp")
         self._has_replicas = any(at.is_replicate() for at in options["placements"].optimizer)
         self._has_whole_gradients = all(at.is_replicate() for at in options["placements"].optimizer)
-        unify = getattr(ddp_config, "megatron_fsdp_unify_communication_stream", False)
+        memory = {
+            "use_symmetric_memory": getattr(ddp_config, "nccl_ub", False),
+            "unify_communication_stream": getattr(ddp_config, "megatron_fsdp_unify_communication_stream", False),
+            "trace_pool": getattr(ddp_config, "megatron_fsdp_trace_pool", False),
+        }
         inner_first = [*(unit for unit in reversed(units) if unit is not module), module]
         # All of them before the first, so that a chunk that is refused is left as it was.
         check_shardable(inner_first, options["mixed_precision_policy"])
-        with fully_shard_context(self.device, unify_communication_stream=unify) as context:
+        with fully_shard_context(self.device, **memory) as context:
             for unit in inner_first:
                 fully_shard(unit, mesh, **options)
         self.fsdp_context: FsdpContext = context
@@ -202,7 +206,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
     def zero_grad_buffer(self) -> None:
         """Clear all gradients, those that wait for a reduction included; the next backward overwrites them.
 
-        Their memory is freed, but with `megatron_fsdp_static_gradients`.
+        Their memory is freed, but with `megatron_fsdp_static_gradients` or `megatron_fsdp_trace_pool`.
         """
         for unit in self.fsdp_units():
             for group in unit.parameter_groups:

@@ -45,6 +45,7 @@ class DistributedDataParallelConfig(_StockConfig):
         megatron_fsdp_reshard_after_forward: see `SchedulePolicy.reshard_after_forward`.
         megatron_fsdp_unify_communication_stream: see `FsdpContext`.
         megatron_fsdp_static_gradients: see `SchedulePolicy.static_gradients`.
+        megatron_fsdp_trace_pool: see `fully_shard_context`.
     """
 
     use_megatron_fsdp_v2: bool = False
@@ -56,6 +57,7 @@ class DistributedDataParallelConfig(_StockConfig):
     megatron_fsdp_reshard_after_forward: bool | None = None
     megatron_fsdp_unify_communication_stream: bool = False
     megatron_fsdp_static_gradients: bool = False
+    megatron_fsdp_trace_pool: bool = False
 
 
 _HONOURED = frozenset(
@@ -71,7 +73,9 @@ _HONOURED = frozenset(
         "megatron_fsdp_main_params_dtype",
         "megatron_fsdp_reshard_after_forward",
         "megatron_fsdp_static_gradients",
+        "megatron_fsdp_trace_pool",
         "megatron_fsdp_unify_communication_stream",
+        "nccl_ub",  # symmetric memory for what is communicated
         "num_distributed_optimizer_instances",
         "outer_dp_sharding_strategy",
         "overlap_grad_reduce",  # reductions overlap in any case; loops read it to bracket microbatches with no_sync

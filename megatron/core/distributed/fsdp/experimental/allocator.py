@@ -9,7 +9,6 @@ stream, and the device allocator returns the memory to that stream. `trace_pool.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,13 +20,11 @@ class Block(Protocol):
     Attributes:
         name: says which one it is.
         local: [local_numel]; the flat tensor that needs storage.
-        followers: tensors of others that share its memory, as gathered weights have; then graphs may hold views, too.
         place: what an allocator that knows the buffer remembers of it; None at first.
         num_plan_views: views of `local` that the buffer has made for its plans.
     """
 
     name: str
-    followers: Sequence[torch.Tensor]
     local: torch.Tensor
     place: Any
     num_plan_views: int

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 from .device import report_collective
@@ -68,6 +69,18 @@ def set_call_check(check: CallCheck | None) -> CallCheck | None:
     global _check
     previous, _check = _check, check
     return previous
+
+
+def register(tensor: torch.Tensor, group: dist.ProcessGroup, *, what: str) -> None:
+    """Register symmetric memory with the ranks of a group; its first collective must have run before.
+
+    Args:
+        tensor: of one size on every rank, allocated in `device.symmetric_pool`.
+        group: whose collectives will use it.
+        what: names it.
+    """
+    all_reduce(torch.zeros(1, device=tensor.device), "sum", group, what=f"registration of {what}")
+    symmetric.rendezvous(tensor, group)
 
 
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, what: str) -> None:

@@ -9,6 +9,11 @@ It begins with the context's first forward and ends when every unit that has run
 the next forward all buffers move to their slots, provided that none has memory and no graph holds views of one.
 Optimizers that leave out some units would never end it, so that at most MAX_RECORDED_STEPS steps are recorded.
 
+[Note: who shares]
+Weights that graphs hold views of cannot move, so that two units that lie in one place must not be in use at one time.
+What is in use at one time depends on the order of backward, within one root on the model alone, but for several roots
+on how their losses are joined: weights of different roots never share memory, nor do weights and gradients.
+
 [Note: making room]
 A unit whose slot is taken is not gathered ahead. When it is needed, weights that were gathered ahead, or kept for
 later, and lie in its slot are released first, to be gathered again. All of that depends on the order of calls alone,
@@ -21,11 +26,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .allocator import StorageAllocator, default_allocator
 from .device import Stream
 from .parameter_group import FsdpParameterGroup
+from .symmetric_memory import SymmetricAllocator, check_symmetric_memory
 from .trace_pool import TracePool
 from .unit import Unit
 
@@ -37,7 +44,8 @@ class ContextMemory:
     """Memory of one context; a base of `FsdpContext`.
 
     With `trace_pool` the first iteration is recorded. From the next one on, gathered weights and packed gradients have
-    fixed addresses and no allocator is called for them. Between steps the pool keeps its memory, gradients theirs.
+    fixed addresses and no allocator is called for them. Between steps the pool keeps its memory, gradients theirs. With
+    `use_symmetric_memory` that memory is registered with the other ranks, so that NCCL reaches it directly.
 
     Attributes:
         allocator: where what lives and dies inside a step takes its memory from.
@@ -52,11 +60,12 @@ class ContextMemory:
     def _set_up_memory(
         self, device: torch.device, own_streams: Sequence[Stream], symmetric: bool, trace_pool: bool
     ) -> None:
+        self.pool = None
         if symmetric:
-            raise NotImplementedError(
-                "use_symmetric_memory: expected False, got True; symmetric memory is not supported yet. Leave it out."
-            )
-        self.pool = TracePool(default_allocator, device, own_streams) if trace_pool else None
+            check_symmetric_memory(device, trace_pool)
+        if trace_pool:
+            arenas = SymmetricAllocator(default_allocator, self._process_groups) if symmetric else None
+            self.pool = TracePool(default_allocator, device, own_streams, arenas)
         self.allocator = default_allocator if self.pool is None else self.pool
         self._steps_at_start: dict[int, int] | None = None
         self._steps_seen = self._num_recorded_steps = 0
@@ -97,6 +106,25 @@ class ContextMemory:
             )
         pool.deactivate()
 
+    def keeps_gradients(self, is_asked: bool) -> bool:
+        """Return whether cleared gradients keep their memory, for which a unit may ask.
+
+        Raises:
+            ValueError: asked for with a pool, which keeps it in any case.
+        """
+        if is_asked and self.pool is not None:
+            raise ValueError(
+                "SchedulePolicy static_gradients: expected False with trace_pool=True, with which gradients keep their "
+                "memory in any case, got True. Leave it out."
+            )
+        return is_asked or self.pool is not None
+
+    def _process_groups(self) -> Iterable[dist.ProcessGroup]:
+        """Return the groups that the units communicate in, in one order on every rank."""
+        meshes = [group.main_weight.mesh for group in self._groups()]
+        groups = {mesh.group(axis).group_name: mesh.group(axis) for mesh in meshes for axis in range(mesh.ndim)}
+        return [group for _, group in sorted(groups.items())]
+
     def _groups(self) -> Iterable[FsdpParameterGroup]:
         return (group for unit in self.units() for group in unit.parameter_groups)
 
@@ -111,7 +139,16 @@ class ContextMemory:
         else:
             is_due = torch.is_grad_enabled()
         if is_due and pool.is_quiet:
-            pool.activate()
+            pool.activate(self._families())
+
+    def _families(self) -> dict[int, int]:
+        """Return the number of the root by the id of gathered weights; see [Note: who shares]."""
+        roots: dict[int, int] = {}
+        return {
+            id(group.full_weight): roots.setdefault(id(unit._fsdp_root()), len(roots))
+            for unit in self.units()
+            for group in unit.parameter_groups
+        }
 
     def _record_anew(self) -> None:
         """Begin the recorded iteration again, since from now on units are gathered in another order."""

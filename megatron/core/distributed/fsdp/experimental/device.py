@@ -156,6 +156,22 @@ def finish_stream(stream: Stream) -> None:
         stream.synchronize()
 
 
+def release_idle_memory(device: torch.device) -> None:
+    """Give memory that torch's allocator keeps and nobody uses back to the device; the host keeps none."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+@contextmanager
+def symmetric_pool(device: torch.device) -> Iterator[None]:
+    """Let what is allocated on `device` inside the block come from torch's pool of symmetric memory (torch >= 2.12)."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    symmetric.set_backend("NCCL")
+    with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
+        yield
+
+
 def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return uninitialised host memory, [num_bytes] uint8, into which `device` can copy while the host goes on."""
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")

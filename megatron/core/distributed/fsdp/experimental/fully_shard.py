@@ -47,14 +47,16 @@ def fully_shard_context(
 
     Args:
         device: device that the units compute on; None means the current accelerator, or the host if there is none.
-        use_symmetric_memory: see `FsdpContext`.
+        use_symmetric_memory: register the pool's memory with the other ranks, so that NCCL reaches it directly; for
+            CUDA, torch 2.12 or newer and `trace_pool`. It has not run on hardware yet.
         unify_communication_stream: see `FsdpContext`.
         trace_pool: keep memory that lives and dies inside a step in places that do not change, planned from a recorded
             iteration; gradients keep their memory, too. See `ContextMemory`.
 
     Raises:
         RuntimeError: another `fully_shard_context` block is open.
-        ValueError: `trace_pool` without a unit that could use it.
+        ValueError: `trace_pool` without a unit that could use it, or `use_symmetric_memory` without `trace_pool`.
+        NotImplementedError: `use_symmetric_memory` on the host, or with an older torch.
     """
     if _active_context.get() is not None:
         raise RuntimeError(
@@ -131,7 +133,7 @@ def fully_shard(
         device=context.device,
         allocator=context.allocator,
         lasting_allocator=default_allocator,
-        keeps_gradient_memory=schedule.static_gradients or context.pool is not None,
+        keeps_gradient_memory=context.keeps_gradients(schedule.static_gradients),
     )
     return _attach(module, context, absorbed, owned, options, schedule, register_hooks)
 

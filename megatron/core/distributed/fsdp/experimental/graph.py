@@ -15,6 +15,7 @@ that they have been stepped. So evaluation, checkpoints and loads in place may c
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
@@ -196,9 +197,9 @@ class CapturedIteration:
         except Exception as error:
             self._bring_to_rest()
             raise RuntimeError(
-                f"capture_iteration: expected a step_fn that only issues work to the device, got "
-                f"{type(error).__name__}: {error}. Leave out item(), print of a tensor, copies to the host and "
-                "synchronisation, and whatever depends on values; step_fn itself can still be called."
+                f"capture_iteration: expected a step_fn that only issues work to the device, got {_describe(error)}. "
+                "Leave out item(), print of a tensor, copies to the host and synchronisation, and whatever depends on "
+                "values; step_fn itself can still be called."
             ) from error
         self._state = self._optimizer_state()
         self.num_captures += 1
@@ -235,6 +236,15 @@ class CapturedIteration:
             context.abandon()
         for group in self._groups:
             group.clear_gradients()
+
+
+def _describe(error: BaseException) -> str:
+    """Return what went wrong first, and where: the end of a capture that has failed raises once more."""
+    while error.__context__ is not None:
+        error = error.__context__
+    trace = traceback.extract_tb(error.__traceback__)
+    where = f" at {trace[-1].filename}:{trace[-1].lineno}" if trace else ""
+    return f"{type(error).__name__}{where}: {str(error).partition(chr(10))[0]}"
 
 
 class _Iteration:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from .allocator import Block, StorageAllocator, num_storage_uses
-from .device import Stream, current_stream
+from .device import Stream, current_stream, release_idle_memory
 from .slot_plan import Event, Request, Slot, SlotPlan, plan_slots
 
 GRACE_S = 0.5
@@ -75,7 +75,6 @@ class _ArenaBlock:
     name: str
     local: torch.Tensor
     stream: Stream
-    followers: Sequence[torch.Tensor] = ()
     place: Any = None
     num_plan_views: int = 0
 
@@ -87,9 +86,10 @@ class TracePool:
     """Fixed places for the buffers that live and die inside a step; see [Note: places that do not move].
 
     Args:
-        below: where arenas come from, and storage outside them.
+        below: where storage outside arenas comes from.
         device: where the buffers lie.
         own_streams: streams that nobody but the runtime makes current: whoever allocates on one always does.
+        arena_allocator: where arenas come from; None for `below`.
 
     Attributes:
         plan: the slots; None while the pool records.
@@ -97,8 +97,15 @@ class TracePool:
         num_fallbacks: how often a buffer could not lie in its slot.
     """
 
-    def __init__(self, below: StorageAllocator, device: torch.device, own_streams: Sequence[Stream]) -> None:
+    def __init__(
+        self,
+        below: StorageAllocator,
+        device: torch.device,
+        own_streams: Sequence[Stream],
+        arena_allocator: StorageAllocator | None = None,
+    ) -> None:
         self._below = below
+        self._arena_allocator = below if arena_allocator is None else arena_allocator
         self._device = device
         self._own_streams = own_streams
         self._places: list[_Place] = []
@@ -242,15 +249,20 @@ class TracePool:
         places = list(self._live_places())
         return not any(place.is_alive for place, _ in places) and all(self._settles(*each) for each in places)
 
-    def activate(self) -> None:
-        """Plan the slots, unless that was done, and move all buffers there; while the pool is quiet."""
+    def activate(self, families: Mapping[int, int]) -> None:
+        """Plan the slots, unless that was done, and move all buffers there; while the pool is quiet.
+
+        Args:
+            families: by the id of a buffer; those of different families, or of none, never share memory.
+        """
+        release_idle_memory(self._device)
         assert not self.is_active, "moved once"
         with torch.inference_mode(False):
             if self.plan is None:
-                self._make_plan()
+                self._make_plan(families)
             for arena in self._arenas:
                 with arena.stream:
-                    self._below.allocate(arena)
+                    self._arena_allocator.allocate(arena)
             for place, block in self._live_places():
                 if place.slot is not None:
                     arena = self._arenas[place.slot.arena]
@@ -267,7 +279,7 @@ class TracePool:
                 place.move(block, self._make(block))
                 self._below.release(block)
         for arena in self._arenas:
-            self._below.release(arena)
+            self._arena_allocator.release(arena)
 
     @property
     def alive(self) -> list[str]:
@@ -290,7 +302,7 @@ class TracePool:
             if block is not None:
                 yield place, block
 
-    def _make_plan(self) -> None:
+    def _make_plan(self, families: Mapping[int, int]) -> None:
         """Plan slots for the buffers that the recorded iteration has used, each on one stream."""
         used = {event.buffer for event in self._events}
         chosen = [
@@ -303,8 +315,7 @@ class TracePool:
         for place, block in chosen:
             if place.stream not in streams:
                 streams.append(place.stream)
-            # What graphs hold views of cannot move, and must not find its slot taken by what comes at any time.
-            key = (block.local.dtype, streams.index(place.stream), bool(block.followers))
+            key = (block.local.dtype, streams.index(place.stream), families.get(id(block)))
             requests.append(Request(block.local.numel() * block.local.element_size(), key))
         numbers = {place.number: index for index, (place, _) in enumerate(chosen)}
         events = [Event(numbers[number], is_new) for number, is_new in self._events if number in numbers]
@@ -318,7 +329,7 @@ class TracePool:
             with stream:
                 memory = torch.empty(arena.num_bytes, dtype=torch.uint8, device=self._device)
                 block = _ArenaBlock(f"arena {index}", memory, stream)
-                self._below.release(block)
+                self._arena_allocator.release(block)
             self._arenas.append(block)
 
     def _make(self, block: Block) -> torch.Tensor:
