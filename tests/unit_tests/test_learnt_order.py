@@ -174,7 +174,7 @@ def _collectives() -> list[list[tuple[str, str, int, int]]]:
     shard_layers(model)
     found = []
     for _ in range(16):
-        with CollectiveLog() as log:
+        with CollectiveLog(comparisons=True) as log:
             model(_batch()).sum().backward()
         found.append([entry for entry in log.entries if entry[0] == "all_reduce"])
     return found

@@ -119,7 +119,7 @@ class UnitControls:
             NotImplementedError: the arguments ask for CUDA graphs.
         """
         for unit in self._fsdp_units(recurse=True):
-            compile_forward(cast(nn.Module, unit), unit._fsdp_name, args, kwargs)
+            compile_forward(cast(nn.Module, unit), unit._fsdp_name, args, kwargs, replaces=unit is self)
 
     def _fsdp_drop_unreduced(self) -> None:
         """Forget gradients that wait for a reduction."""
