@@ -206,7 +206,8 @@ CASES = (
         111,
         "crash",
         "compiled modules and graphs",
-        note="torch.compile, with graph breaks at units: docs/compile.md; whole iterations: docs/cuda_graphs.md",
+        note="torch.compile, with graph breaks at units: docs/compile.md; "
+        "whole iterations in one CUDA graph: docs/cuda_graphs.md",
         refused="expected a mode without CUDA graphs",
     ),
     Case(112, "crash", "a unit larger than the pool", note="in a trace pool it has a place of its own size"),

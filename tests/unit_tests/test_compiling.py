@@ -338,6 +338,25 @@ def test_units_that_stay_uncompiled_are_named(
     assert "Call compile() on the root, or on each unit, after fully_shard" in messages[0]
 
 
+def _compiled_twice() -> int:
+    """What torch.nn defines is compiled by the second call only: the first one compiles the call, before sharding."""
+    torch._dynamo.reset()
+    counters.clear()
+    layer: Any = _Linear(6)
+    layer.compile(backend="eager")
+    fully_shard(layer).compile(backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(torch.ones(2, 6)).sum().backward()
+    graphs: int = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    return graphs
+
+
+def test_compiling_again_replaces() -> None:
+    assert run_ranks(1, _compiled_twice) == [1]
+
+
 @pytest.mark.parametrize("form", ["none", *FORMS[:5]])
 def test_compiled_units_warn_of_nothing(form: str) -> None:
     assert run_ranks(1, _warnings, form, "after", "no", _Layer) == [[]]

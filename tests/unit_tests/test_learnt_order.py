@@ -174,7 +174,7 @@ def _collectives() -> list[list[tuple[str, str, int, int]]]:
     shard_layers(model)
     found = []
     for _ in range(16):
-        with CollectiveLog() as log:
+        with CollectiveLog(comparisons=True) as log:
             model(_batch()).sum().backward()
         found.append([entry for entry in log.entries if entry[0] == "all_reduce"])
     return found
@@ -239,10 +239,11 @@ def test_a_backward_that_failed_is_not_learnt() -> None:
     assert " ".join(words) == REVERSED
 
 
-def _in_a_pool() -> tuple[list[str], int]:
+def _in_a_pool(order: list[int]) -> tuple[list[str], int]:
+    """Return the last iteration and the pool's bytes."""
     trace = Trace()
     with observe(trace):
-        model = _Ordered([3, 2, 1, 0])
+        model = _Ordered(order)
         with fully_shard_context("cpu", trace_pool=True) as context:
             shard_layers(model)
         optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -251,15 +252,16 @@ def _in_a_pool() -> tuple[list[str], int]:
             model(_batch()).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert context.pool is not None and context.pool.is_active
-    return _words(trace), context.pool.num_fallbacks
+    assert context.pool is not None and context.pool.num_fallbacks == 0
+    return _words(trace), context.pool.num_bytes
 
 
 def test_a_pool_records_the_order_that_was_learnt() -> None:
-    """Its first recording, of gathers in the order of the definition, would not fit what comes after it."""
-    for words, num_fallbacks in run_ranks(2, _in_a_pool):
+    """The gathers of the first iteration would have it hold all four layers at once."""
+    defined = run_ranks(2, _in_a_pool, [0, 1, 2, 3])
+    for (words, num_bytes), (_, expected) in zip(run_ranks(2, _in_a_pool, [3, 2, 1, 0]), defined, strict=True):
         assert " ".join(words) == REVERSED
-        assert num_fallbacks == 0
+        assert num_bytes == expected > 0
 
 
 class _Named:

@@ -86,7 +86,7 @@ def _sharing(pool: TracePool, name: str) -> list[str]:
     return [other for other, slot in slots.items() if name in slots and other != name and slot.overlaps(slots[name])]
 
 
-def _first_step(**options: Any) -> list[str]:
+def _first_step(keeps_last: bool = False, **options: Any) -> list[str]:
     """Return the first forward and backward as words like AG0 F0 free0; layers by number, r is the root.
 
     The root returns the last layer's output, but its backward is announced before that layer's.
@@ -96,6 +96,8 @@ def _first_step(**options: Any) -> list[str]:
         model = build("mlp")
         with fully_shard_context("cpu"):
             shard_layers(model, **options)
+        if keeps_last:
+            model.layers[-1].set_reshard_after_forward(False)
         inputs, targets = make_batch(model, 4, seed=0)
         loss_of(model, inputs, targets).backward()
     words = []
@@ -134,6 +136,19 @@ def test_schedule_without_prefetch() -> None:
         == (
             "AGr Fr AG0 F0 free0 AG1 F1 free1 AG2 F2 free2 freer "
             "AGr Br AG2 B2 pack2 RS2 free2 AG1 B1 pack1 RS1 free1 AG0 B0 freegrad2 pack0 RS0 free0 "
+            "freegrad1 packr RSr freer freegrad0 freegradr"
+        ).split()
+    )
+
+
+def test_last_layer_kept_for_backward() -> None:
+    """It costs no gather in backward, and its memory in between, beside the root's."""
+    (words,) = run_ranks(1, _first_step, True)
+    assert (
+        words
+        == (
+            "AGr AG0 Fr AG1 F0 free0 AG2 F1 free1 F2 "
+            "Br AG1 B2 pack2 RS2 free2 AG0 B1 pack1 RS1 free1 B0 freegrad2 pack0 RS0 free0 "
             "freegrad1 packr RSr freer freegrad0 freegradr"
         ).split()
     )

@@ -60,12 +60,15 @@ def refuse_compiled_autograd() -> None:
         )
 
 
-def compile_forward(module: nn.Module, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Compile a unit's forward, unless it is compiled already; its hooks stay outside.
+def compile_forward(
+    module: nn.Module, name: str, args: tuple[Any, ...], options: dict[str, Any], *, replaces: bool
+) -> None:
+    """Compile a unit's forward, unless somebody has compiled it otherwise; its hooks stay outside.
 
     Args:
         module: the unit.
         name: the unit's name.
+        replaces: whether this takes the place of a ``compile()`` before the module was sharded.
         args: positional arguments of torch.compile.
         options: keyword arguments of torch.compile.
 
@@ -81,7 +84,8 @@ def compile_forward(module: nn.Module, name: str, args: tuple[Any, ...], options
         )
     own: Any = vars(module).get("forward")
     if isinstance(own, _CompiledForward) or own is None:
-        if module._compiled_call_impl is None:
+        if replaces or module._compiled_call_impl is None:
+            module._compiled_call_impl = None
             forward: Any = type(module).forward
             module.forward = _CompiledForward(module, torch.compile(forward, *args, **options))
     elif not _is_compiled(own):

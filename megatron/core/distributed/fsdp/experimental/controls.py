@@ -121,7 +121,7 @@ class UnitControls:
         """
         for unit in self._fsdp_units(recurse=True):
             for module in (cast(nn.Module, unit), *unit._fsdp_followers):
-                compile_forward(module, unit._fsdp_name, args, kwargs)
+                compile_forward(module, unit._fsdp_name, args, kwargs, replaces=unit is self)
 
     def _fsdp_drop_unreduced(self) -> None:
         """Forget gradients that wait for a reduction."""
