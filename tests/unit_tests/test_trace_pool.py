@@ -298,6 +298,52 @@ def test_addresses_and_bytes() -> None:
     run_ranks(2, _fixed_addresses)
 
 
+MAX_PEAK = 1.06
+"""Weights and gradients have arenas of their own, whose peaks come at different times; slots are rounded up."""
+
+
+def _peaks() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        peaks = []
+        for pool in (False, True):
+            gc.collect()
+            before = default_allocator.allocated_bytes
+            model = _Wide().to(dtype)
+            kept = _train(model, pool=pool)
+            peaks.append(_peak_of_a_step(kept[2], model, dtype) - before)
+            del model, kept
+        assert peaks[0] < peaks[1] <= MAX_PEAK * peaks[0], (dtype, peaks)
+
+
+def _peak_of_a_step(context: Any, model: Any, dtype: torch.dtype) -> int:
+    """Return the bytes alive at the peak of one more step, whose gradients replace those of the last one."""
+    assert context.pool is None or context.pool.is_active
+    model.zero_grad()
+    default_allocator.reset_peak()
+    model(torch.ones(2, WIDTH, dtype=dtype, device=DEVICE)).float().sum().backward()
+    return default_allocator.peak_bytes
+
+
+class _Wide(nn.Module):
+    """Units that are large beside what slots are rounded up to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out_of = (nn.Parameter(torch.randn(shape)) for shape in ((WIDTH, 64), (64, WIDTH)))
+        self.layers = nn.ModuleList([Block(64) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.into
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.out_of
+
+
+def test_peak_is_near_that_of_the_resizing_allocator() -> None:
+    run_ranks(2, _peaks)
+
+
 # --- other orders -----------------------------------------------------------------------------------------------------
 
 
