@@ -156,6 +156,7 @@ class Program:
         has_unit_head: whether the linear module that ends each root is a unit rather than the root's own.
         is_implicit: whether fully_shard runs outside a context; one root only.
         is_unified: whether both communication streams are one.
+        has_pool: whether buffers have fixed places; not drawn at random.
         schedules: of the units in turn, modulo their number.
         strategies: likewise, keys of `STRATEGIES`.
         num_outer: ranks along the outer of two mesh axes; None for a mesh of one axis.
@@ -177,6 +178,7 @@ class Program:
     has_unit_head: bool = False
     is_implicit: bool = False
     is_unified: bool = False
+    has_pool: bool = False
     schedules: tuple[Schedule, ...] = (Schedule(),)
     strategies: tuple[str, ...] = ("optim_grads_params",)
     num_outer: int | None = None

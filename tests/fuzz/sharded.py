@@ -87,7 +87,7 @@ def _shard(program: Program, roots: list[CellModule]) -> FsdpContext:
     block = (
         nullcontext(None)
         if program.is_implicit
-        else fully_shard_context("cpu", unify_communication_stream=program.is_unified)
+        else fully_shard_context("cpu", unify_communication_stream=program.is_unified, trace_pool=program.has_pool)
     )
     number = 0
     with block as context:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.fuzz.bugs import BUGS
@@ -18,6 +20,15 @@ MAX_PROGRAMS_TO_FIND_A_BUG = 100
 def test_random_programs_equal_one_process() -> None:
     failures = find_failures([generate(seed) for seed in range(NUM_PROGRAMS)], max_failures=1)
     assert not failures, [f"python -m tests.fuzz --seed {f.program.seed}: {f.text}" for f in failures]
+
+
+def test_random_programs_in_a_pool_equal_one_process() -> None:
+    """Or are refused, which none of these is; those without a context cannot have a pool."""
+    programs = [generate(seed) for seed in range(NUM_PROGRAMS)]
+    pooled = [replace(program, has_pool=True) for program in programs if not program.is_implicit]
+    assert len(pooled) > NUM_PROGRAMS / 2
+    failures = find_failures(pooled, max_failures=1)
+    assert not failures, [f"python -m tests.fuzz --program '{f.program.to_json()}': {f.text}" for f in failures]
 
 
 @pytest.mark.parametrize("bug", BUGS)

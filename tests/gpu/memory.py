@@ -143,7 +143,7 @@ def pool_leaves_the_allocator_alone(depth: int, strategy: str) -> str:
         seen.append((_num_device_allocations(), pool.slots))
     assert pool.is_active and pool.num_fallbacks == 0, pool.num_fallbacks
     assert all(slots == seen[-1][1] for _, slots in seen[1:])
-    held = f"{pool.num_bytes / MIB:.2f} MiB in {len(pool.plan.arenas)} arenas"
+    held = f"{pool.num_bytes} bytes in {len(pool.plan.arenas)} arenas"
     if IS_DRY:
         return f"bookkeeping only: {held}"
     calls = seen[-1][0] - seen[NUM_WARM_UP_STEPS - 1][0]

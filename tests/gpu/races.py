@@ -103,6 +103,7 @@ class Program:
         compute_sleeps_before: "forward", "backward" and "step".
         policy: when weights are gathered and released.
         has_one_stream: whether gathers and reductions share a stream.
+        has_pool: whether buffers have fixed places.
         is_on_side_stream: whether the whole run is issued on a stream of its own.
         is_synchronised: whether the host waits for everything all the time.
         dropped_wait: the wait that is left out.
@@ -113,6 +114,7 @@ class Program:
     compute_sleeps_before: tuple[str, ...] = ()
     policy: SchedulePolicy = field(default_factory=SchedulePolicy)
     has_one_stream: bool = False
+    has_pool: bool = False
     is_on_side_stream: bool = False
     is_synchronised: bool = False
     dropped_wait: str | None = None
@@ -136,7 +138,9 @@ def train(program: Program) -> Outcome:
     with tampered(tampering), observe(trace) if IS_DRY else nullcontext():
         torch.manual_seed(0)
         model = Model(program.kind).to(DEVICE)
-        with fully_shard_context(DEVICE, unify_communication_stream=program.has_one_stream):
+        with fully_shard_context(
+            DEVICE, unify_communication_stream=program.has_one_stream, trace_pool=program.has_pool
+        ) as context:
             for layer in model.layers:
                 fully_shard(layer, schedule_policy=program.policy)
             fully_shard(model, schedule_policy=program.policy)
@@ -144,6 +148,7 @@ def train(program: Program) -> Outcome:
         with torch.cuda.stream(side):
             max_packed = _run_steps(model, program)
         synchronize()
+        assert context.pool is None or (context.pool.is_active and context.pool.num_fallbacks == 0)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         tensors = [parameter.full_tensor().detach() for parameter in parameters]
         tensors += [parameter.grad.full_tensor() for parameter in parameters]
@@ -245,6 +250,17 @@ UNEVEN = {
     "deep prefetch": Program("uneven", slow=SLOW, policy=SchedulePolicy(3, 3)),
 }
 
+POOL = {
+    f"{kind}, {speed}": Program(kind, has_pool=True, **options)
+    for kind in ("equal", "uneven", "groups")
+    for speed, options in {
+        "fast": {},
+        "slow gathers": {"slow": ("all_gather",)},
+        "slow reductions": {"slow": ("reduce_scatter",)},
+        "slow compute": {"compute_sleeps_before": ALWAYS},
+    }.items()
+}
+
 WAITS = {
     "unshard": Program(compute_sleeps_before=("step",)),
     "wait_for_unshard": Program(slow=("all_gather",)),
@@ -295,6 +311,11 @@ def pb112_unit_larger_than_the_others() -> str:
     return bits_are_equal(UNEVEN)
 
 
+def pb068_places_that_do_not_move() -> str:
+    """With a trace pool memory is reused in fixed places, whichever stream is slow."""
+    return bits_are_equal(POOL)
+
+
 def one_stream_or_several() -> str:
     """Prefetch, unification and the speed of streams change no bit."""
     return bits_are_equal(STREAMS)
@@ -325,6 +346,7 @@ _CASES: list[Callable[[], str]] = [
     one_stream_or_several,
     pb068_memory_reused_before_a_reduction_has_read_it,
     pb069_two_buffers_of_packed_gradients,
+    pb068_places_that_do_not_move,
     pb070_compute_on_a_side_stream,
     pb112_unit_larger_than_the_others,
     waits_are_known,

@@ -22,6 +22,7 @@ which is the same on every rank, and so are the collectives.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ from .unit import Unit
 
 MAX_RECORDED_STEPS = 8
 """Steps after which a recorded iteration ends, whatever has not been stepped in it."""
+
+MAX_POSTPONED = 8
+"""Forwards at which buffers should move and cannot, until somebody is told."""
 
 
 class ContextMemory:
@@ -68,7 +72,7 @@ class ContextMemory:
             self.pool = TracePool(default_allocator, device, own_streams, arenas)
         self.allocator = default_allocator if self.pool is None else self.pool
         self._steps_at_start: dict[int, int] | None = None
-        self._steps_seen = self._num_recorded_steps = 0
+        self._steps_seen = self._num_recorded_steps = self._num_postponed = 0
 
     def check_pool(self) -> None:
         """Refuse a pool without anything to do.
@@ -102,7 +106,7 @@ class ContextMemory:
         if not pool.is_quiet:
             raise RuntimeError(
                 f"release_memory_pool: expected all units at rest and no graph that needs their weights, got "
-                f"{pool.alive[:3] or 'such a graph'}. Call it after backward, and drop losses that have not run theirs."
+                f"{pool.busy[:3]}. Call it after backward, and drop losses that have not run theirs."
             )
         pool.deactivate()
 
@@ -138,8 +142,19 @@ class ContextMemory:
             is_due = self._has_recorded(pool)
         else:
             is_due = torch.is_grad_enabled()
-        if is_due and pool.is_quiet:
+        if not is_due:
+            return
+        if pool.is_quiet:
             pool.activate(self._families())
+            return
+        self._num_postponed += 1
+        if self._num_postponed == MAX_POSTPONED:
+            warnings.warn(
+                f"trace_pool: expected units at rest, and no graph that needs their weights, between steps, got "
+                f"{pool.busy[:3]} in use at {MAX_POSTPONED} forwards; buffers take memory as without a pool until "
+                "then. Call reshard(), and drop losses that have not run backward.",
+                stacklevel=2,
+            )
 
     def _families(self) -> dict[int, int]:
         """Return the number of the root by the id of gathered weights; see [Note: who shares]."""

@@ -59,7 +59,9 @@ class _Place:
         return _num_uses(block) > self.num_uses
 
     def move(self, block: Block, local: torch.Tensor) -> None:
-        block.move_to(local)
+        # Views made in inference mode could not be saved for backward later.
+        with torch.inference_mode(False):
+            block.move_to(local)
         self.is_in_slot = local is self.local
         self.num_uses = _num_uses(block)
 
@@ -280,11 +282,13 @@ class TracePool:
                 self._below.release(block)
         for arena in self._arenas:
             self._arena_allocator.release(arena)
+        # What one stream has had is of no use to others before that.
+        release_idle_memory(self._device)
 
     @property
-    def alive(self) -> list[str]:
-        """Names of the buffers that have memory now."""
-        return [block.name for place, block in self._live_places() if place.is_alive]
+    def busy(self) -> list[str]:
+        """Names of the buffers that have memory now, or of which somebody else holds views."""
+        return [block.name for place, block in self._live_places() if place.is_alive or place.is_watched(block)]
 
     @property
     def slots(self) -> dict[str, Slot]:
