@@ -178,6 +178,7 @@ def fsdp_v2(
     outer: str | None = None,
     is_compiled: bool = False,
     is_capturable: bool = False,
+    layers_per_unit: int = 1,
     **context_options: bool,
 ) -> Setup:
     """Megatron-FSDP v2, this repository: fp32 main weights and gradients, bf16 compute and reductions.
@@ -201,18 +202,21 @@ def fsdp_v2(
         compile_layers(training)
     model = training.model.bfloat16()
     with fully_shard_context(**context_options) as context:
-        for layer in training.layers:
-            fully_shard(layer, mesh, placements, mixed_precision_policy=policy)
+        layers = list(training.layers)
+        for start in range(0, len(layers), layers_per_unit):
+            fully_shard(layers[start : start + layers_per_unit], mesh, placements, mixed_precision_policy=policy)
         fully_shard(model, mesh, placements, mixed_precision_policy=policy)
     optimizer = fully_shard_optimizer(adamw(model.parameters(), capturable=is_capturable))
     return Setup(model, optimizer, microbatch=partial(microbatch, context))
 
 
-def fsdp_v2_graph(training: Training, mesh: DeviceMesh, *, is_compiled: bool = False) -> Setup:
+def fsdp_v2_graph(
+    training: Training, mesh: DeviceMesh, *, is_compiled: bool = False, layers_per_unit: int = 1
+) -> Setup:
     """FSDP v2 with the whole iteration, optimizer step included, in one CUDA graph."""
     from megatron.core.distributed.fsdp.experimental import capture_iteration
 
-    setup = fsdp_v2(training, mesh, is_compiled=is_compiled, is_capturable=True)
+    setup = fsdp_v2(training, mesh, is_compiled=is_compiled, is_capturable=True, layers_per_unit=layers_per_unit)
     return replace(setup, capture=partial(capture_iteration, setup.model, setup.optimizer))
 
 
@@ -228,6 +232,8 @@ RUNTIMES: dict[str, Recipe] = {
     "fsdp2_compile": partial(fsdp2, is_compiled=True),
     "megatron_fsdp": megatron_fsdp,
     "fsdp_v2": fsdp_v2,
+    "fsdp_v2_joint": partial(fsdp_v2, layers_per_unit=4),
+    "fsdp_v2_joint_graph": partial(fsdp_v2_graph, layers_per_unit=4),
     "fsdp_v2_pool": partial(fsdp_v2, trace_pool=True),
     "fsdp_v2_compile": partial(fsdp_v2, is_compiled=True),
     "fsdp_v2_graph": fsdp_v2_graph,
@@ -241,7 +247,7 @@ VARIANTS: dict[str, Recipe] = {
     "fsdp_v2_hfsdp": partial(fsdp_v2, outer="optim"),
 }
 """Other settings of this repository, which are measured when they are asked for."""
-NEEDS_CUDA = ("floor", "fsdp1", "fsdp_v2_graph", "fsdp_v2_compile_graph")
+NEEDS_CUDA = ("floor", "fsdp1", "fsdp_v2_graph", "fsdp_v2_compile_graph", "fsdp_v2_joint_graph")
 SLOW_ON_CPUS = ("fsdp2_compile", "fsdp_v2_compile")
 """Compiling takes longer there than all else, so that they are measured when they are asked for."""
 NEEDS_PACKAGE = {"megatron_fsdp": "megatron_fsdp"}
