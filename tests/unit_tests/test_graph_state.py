@@ -21,6 +21,7 @@ from megatron.core.distributed.fsdp.experimental import (
     fully_shard_context,
     fully_shard_optimizer,
 )
+from megatron.core.distributed.fsdp.experimental.checkpoint import set_settings, settings_by_name
 from megatron.core.distributed.fsdp.experimental.graph import MAX_GRAPHS
 from megatron.core.distributed.fsdp.experimental.graph_state import constant
 from tests.unit_tests.graph_double import RepeatingDevice, graphs_on_the_host
@@ -249,8 +250,8 @@ def _stale_after_failure() -> None:
         if is_broken:
             raise error
 
-    is_broken, error = False, ValueError("no graph can hold this")
-    for error in (error, KeyboardInterrupt()):
+    is_broken = False
+    for error in (ValueError("no graph can hold this"), KeyboardInterrupt()):
         is_broken = False
         training = _Training(raises)
         is_broken = True
@@ -278,7 +279,7 @@ def _named_error() -> None:
     try:
         raise LookupError("the caller's own")
     except LookupError:
-        with pytest.raises(RuntimeError, match="got ValueError at .*: the culprit"):
+        with pytest.raises(RuntimeError, match=r"got ValueError at .*: the culprit"):
             training()
 
 
@@ -324,7 +325,7 @@ def _kept_gradients() -> None:
                 captured(*training.batch)
     model.set_requires_gradient_sync(False)
     training.backward(*training.batch)
-    with pytest.raises(RuntimeError, match="expected no gradients from before step_fn, got some of .* that wait"):
+    with pytest.raises(RuntimeError, match=r"expected no gradients from before step_fn, got some of .* that wait"):
         training()
 
 
@@ -411,3 +412,17 @@ def _pool() -> None:
 
 
 test_a_pool_that_moves_is_captured_anew = _on_one_rank(_pool)
+
+
+def _loaded_settings() -> None:
+    training = _Training()
+    named = {parameter.geometry.fqn: parameter for parameter in training.group["params"]}
+    saved = settings_by_name(training.optimizer, named)
+    for settings in saved.values():
+        settings.update(capturable=False, fused=None, foreach=True, differentiable=True, weight_decay=0.25)
+    set_settings(training.optimizer, named, saved)
+    how = {name: training.group[name] for name in ("capturable", "fused", "foreach", "differentiable", "weight_decay")}
+    assert how == {"capturable": True, "fused": True, "foreach": None, "differentiable": False, "weight_decay": 0.25}
+
+
+test_a_checkpoint_does_not_say_how_a_step_is_computed = _on_one_rank(_loaded_settings)
