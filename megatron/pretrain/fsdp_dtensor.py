@@ -169,7 +169,7 @@ def _rng_state() -> dict[str, Any]:
         "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+        "rng_tracker_states": {name: _state_of(value) for name, value in _tracked().items()},
     }
 
 
@@ -181,8 +181,23 @@ def _set_rng_state(found: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(found["cuda_rng_state"])
     tracker = "rng_tracker_states."
     states = {key.removeprefix(tracker): value for key, value in found.items() if key.startswith(tracker)}
+    for name, generator in _tracked().items():
+        if name in states and isinstance(generator, torch.Generator):
+            # A run with --cuda-graph-impl tracks generators, which a graph knows; others track their states.
+            generator.set_state(states[name])
+            states[name] = generator
     if states:
         tensor_parallel.get_cuda_rng_tracker().set_states(states)
+
+
+def _tracked() -> dict[str, Any]:
+    """Return what megatron-core's tracker has by name: states, or generators."""
+    return dict(tensor_parallel.get_cuda_rng_tracker().get_states())
+
+
+def _state_of(value: Any) -> torch.Tensor:
+    state: torch.Tensor = value.get_state() if isinstance(value, torch.Generator) else value
+    return state
 
 
 def _begin_with(keys: Iterable[str], prefix: str) -> list[str]:

@@ -90,6 +90,8 @@ class FullIteration:
         """Give the graphs' memory back; called before the process groups are destroyed."""
         if self._captured is not None:
             self._captured.release()
+            # It holds this object, which would keep the model until Python looks for cycles.
+            self._captured = None
 
     def _step(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
         tensors = iter(inputs)

@@ -308,6 +308,14 @@ def _check_graph(args: argparse.Namespace) -> None:
             _fail(
                 "CUDA graphs", "an iteration in which the host waits for nothing", flag, "--cuda-graph-impl", "Drop one"
             )
+    if args.weight_decay_incr_style != "constant":
+        _fail(
+            "CUDA graphs",
+            "a constant weight decay, which kernels in a graph cannot change",
+            f"--weight-decay-incr-style {args.weight_decay_incr_style}",
+            "--cuda-graph-impl",
+            "Drop one",
+        )
 
 
 def _check_recompute(args: argparse.Namespace) -> None:

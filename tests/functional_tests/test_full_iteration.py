@@ -56,3 +56,14 @@ def test_is_refused_without_a_gpu() -> None:
     (run,) = launch_ranks_apart((*_flags(), *GRAPH), 1)
     assert run.returncode != 0
     assert "CUDA graphs: expected a GPU, got a host without one for --cuda-graph-impl full_iteration" in run.stderr
+
+
+def test_resumed_iterations_in_a_graph_are_those_of_a_straight_run(tmp_path: Path) -> None:
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", "4", "--exit-interval", "4")
+    straight, _ = _train((*_flags(), *GRAPH), tmp_path / "straight.json")
+    _train((*_flags(), *GRAPH, *save), tmp_path / "first.json")
+    resumed, printed = _train((*_flags(), *GRAPH, "--load", save[1]), tmp_path / "resumed.json")
+    assert "captures: 1" in printed
+    for name in ("lm_loss", "grad_norm", "learning_rate", "validation_loss"):
+        found, expected = ([record[name] for record in run if name in record] for run in (resumed, straight))
+        assert found and found == expected[-len(found) :], name

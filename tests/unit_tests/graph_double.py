@@ -40,8 +40,13 @@ class RepeatingDevice:
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Call the function and return what repeats it."""
-        with _WithoutValues():
-            outputs = function()
+        random_state = torch.get_rng_state()
+        try:
+            with _WithoutValues():
+                outputs = function()
+        except BaseException:
+            torch.set_rng_state(random_state)
+            raise
         is_fresh = True
 
         def replay() -> None:

@@ -136,7 +136,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "elementwise": {"operations"},
     "local_step": {"dtensor", "parameter_group", "step_guard"},
     "graph_device": set(),
-    "graph": {"graph_device", "module"},
+    "graph_state": set(),
+    "graph": {"graph_device", "graph_state", "module"},
     "optimizer": {"compiling", "parameter_group", "dtensor", "elementwise", "full_values", "local_step"},
 }
 COMMUNICATION = {

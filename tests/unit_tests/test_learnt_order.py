@@ -282,30 +282,31 @@ def _order(num_units: int, agrees: Any, captures: list[bool]) -> tuple[list[Any]
     for unit, other in zip(units, [root, *units[:0:-1]], strict=True):
         forward.append(unit)
         backward.append(other)
-    return units, LearntOrder(forward, backward, agrees, lambda: captures.pop(0))
+    return units, LearntOrder(forward, backward, agrees, lambda: bool(captures) and captures.pop(0))
 
 
 def test_nobody_is_asked_in_a_capture_or_where_there_is_no_choice() -> None:
     told: list[str] = []
-    units, order = _order(3, lambda text: told.append(text) is None, [True, False])
-    for number in range(16):
+    units, order = _order(3, lambda text: told.append(text) is None, [True])
+    for number in range(17):
         for index in (0, 2, 1):
             order.after_backward(units[index])
         for index in (0, 2, 1):
             order.after_forward(units[index], 1 if index == 0 else 2)
         has_changed = order.end_backward()
-        # The first is captured; the 16th is the next whose turn it is, and has seen forwards since the 15th.
-        assert has_changed == (number == 15)
-    assert told == ["[[0, 2, 1]]; []"]
+        # The first is captured, perhaps on this rank only, and does not count: the next one is the first, for all.
+        assert has_changed == (number == 1)
+        assert len(told) == (0 if number == 0 else 1 if number < 16 else 2)
+    assert told == ["[[0, 2, 1]]; []"] * 2
     two, order = _order(2, lambda text: told.append(text) is None, [])
     order.after_backward(two[0])
     assert not order.end_backward()
-    assert len(told) == 1
+    assert len(told) == 2
 
 
 def test_what_ranks_do_not_agree_on_is_forgotten() -> None:
     answers = [True, False]
-    units, order = _order(3, lambda text: answers.pop(0), [False, False])
+    units, order = _order(3, lambda text: answers.pop(0), [])
     for number in range(16):
         for index in (0, 2, 1):
             order.after_forward(units[index], 1 if index == 0 else 2)

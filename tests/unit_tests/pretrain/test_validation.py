@@ -48,6 +48,11 @@ def test_the_vocabulary_holds_the_end_of_document_and_is_padded() -> None:
             "--use-megatron-fsdp-v2 --load x --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
             "one of --override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler, got both",
         ),
+        (
+            "--use-megatron-fsdp-v2 --cuda-graph-impl full_iteration --weight-decay-incr-style linear "
+            "--start-weight-decay 0 --end-weight-decay 1",
+            "a constant weight decay, .*, got --weight-decay-incr-style linear for --cuda-graph-impl",
+        ),
         ("--num-attention-heads 3", "a divisor of --hidden-size 128, got 3 for --num-attention-hea"),
         ("--kv-channels 7 --position-embedding-type rope", "an even width .* got 7 for --kv-chann"),
         ("--group-query-attention --num-query-groups 3", "a divisor of --num-attention-heads 4, got 3"),

@@ -59,6 +59,26 @@ def check_rng_tracker_forks_the_cpu_generator() -> None:
         assert not torch.equal(torch.rand(3), first)
 
 
+def check_rng_of_tracked_generators_goes_into_checkpoints_as_that_of_states() -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from megatron.pretrain.fsdp_dtensor import _rng_state, _set_rng_state
+
+    tracker, name = get_cuda_rng_tracker(), "model-parallel-rng"
+    states, generator = tracker.get_states(), torch.Generator().manual_seed(7)
+    tracker.set_states({name: generator})
+    saved = _rng_state()
+    found = {**saved, **{f"rng_tracker_states.{key}": value for key, value in saved["rng_tracker_states"].items()}}
+    expected = torch.rand(3, generator=generator)
+    _set_rng_state(found)
+    assert tracker.get_states()[name] is generator and torch.equal(torch.rand(3, generator=generator), expected)
+    tracker.set_states(states)
+    _set_rng_state(found)
+    with tracker.fork():
+        assert torch.equal(torch.rand(3), expected)
+    tracker.set_states(states)
+
+
 def build(core: type, **changes: object) -> torch.nn.Module:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -142,6 +162,7 @@ CHECKS = (
     check_cuda_means_cpu,
     check_streams_never_wait,
     check_rng_tracker_forks_the_cpu_generator,
+    check_rng_of_tracked_generators_goes_into_checkpoints_as_that_of_states,
     check_attention_is_that_of_megatron_core,
     check_attention_dropout_only_in_training,
     check_attention_refuses_what_it_cannot,

@@ -49,6 +49,7 @@ class GroupGradients:
     Attributes:
         at: as given.
         waits: as given.
+        num_starts: how often gradients have been written where there were none.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class GroupGradients:
         self._assigned: list[Any] = []
         self._fused = FusedGradients(at.full, unsharded_parameters)
         self._is_checked = False
+        self.num_starts = 0
         self._cleared: set[int] = set()
         self._own = [
             shard_dtensor(piece, replace(_geometry(parameter), owner=None))
@@ -316,6 +318,7 @@ class GroupGradients:
             if not self.at.main.has_storage:
                 self.at.main.allocate()
             if is_first:
+                self.num_starts += 1
                 return True
             # What the user has put there is read on this stream: keep it until the reduction is over.
             pairs = zip(current, self._own, strict=True)

@@ -16,22 +16,24 @@ that they have been stepped. So evaluation, checkpoints and loads in place may c
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .graph_device import graph_device
+from .graph_state import LearningRate, OptimizerState, constant
 from .module import FsdpModule
 
 MAX_GRAPHS = 8
 """Graphs that are kept for different inputs and settings; the one that was replayed longest ago goes first."""
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
-"""Types of optimizer settings that a captured kernel has as constants."""
+_LEAVES = (torch.Tensor, bool, int, float, str, type(None))
+"""What `step_fn` may return, in tuples, lists and dicts."""
 
 
 def capture_iteration(
@@ -49,14 +51,15 @@ def capture_iteration(
     replays it. All ranks must make the same calls.
 
     Args:
-        model: a sharded model, or several of them.
+        model: a sharded model, or all of those that `step_fn` runs.
         optimizer: an adapted optimizer with ``capturable=True`` where it has that option; with ``fused=True`` a graph
             gives the bits of an eager step whose learning rate is a float32 number.
         step_fn: takes tensors like `example_inputs` and runs one whole iteration: all microbatches, clipping,
             `optimizer.step()` and `zero_grad()`. It may not wait for the device (``item()``, printing a loss). What it
-            does in Python happens at the capture only, so that schedulers are stepped outside.
-        example_inputs: tensors of the shapes, dtypes and device of the inputs. A number that changes, such as a
-            clipping norm, is passed as a 0-d tensor.
+            does in Python happens at the capture only: schedulers are stepped outside, and numbers that it reads or
+            returns stay what they were. It returns tensors, in tuples, lists and dicts.
+        example_inputs: as many tensors as there are inputs, none of which requires gradients. A number that changes,
+            such as a clipping norm, is passed as a 0-d tensor.
         warmup: steps before the capture, >= 1; they create optimizer state and communicators.
         generators: those of random numbers on the device that `step_fn` uses besides the default one.
 
@@ -65,7 +68,7 @@ def capture_iteration(
 
     Raises:
         TypeError: a model without units, an optimizer that is not adapted, inputs that are no tensors.
-        ValueError: `warmup` is out of range, or the optimizer is not capturable.
+        ValueError: `warmup` is out of range, the optimizer is not capturable, or an input requires gradients.
         NotImplementedError: the model is on a device without CUDA graphs.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
@@ -82,7 +85,8 @@ def capture_iteration(
             f"capture_iteration warmup: expected an int >= 1, got {warmup!r}; the steps before the capture create what "
             "has to lie outside of the graph."
         )
-    stuck = [index for index, group in enumerate(optimizer.param_groups) if group.get("capturable") is False]
+    of_all = getattr(optimizer, "capturable", None)
+    stuck = [index for index, group in enumerate(optimizer.param_groups) if group.get("capturable", of_all) is False]
     if stuck:
         raise ValueError(
             f"capture_iteration optimizer: expected capturable=True, got False in param_groups {stuck}, whose step "
@@ -114,11 +118,14 @@ class CapturedIteration:
         self._num_inputs = len(example_inputs)
         self._eager_left = warmup
         self._contexts = list({id(unit.context): unit.context for unit in units}.values())
+        self._units = units
         self._groups = [group for unit in units for group in unit.parameter_groups]
+        self._modules = [module for root in models for module in root.modules()]
         self._device = graph_device(self._contexts[0].device, generators)
-        self._rates = [_LearningRate(group, self._contexts[0].device) for group in optimizer.param_groups]
+        self._rates: list[LearningRate] = []
         self._iterations: dict[Any, _Iteration] = {}
         self._state: list[Any] = []
+        self._num_moves: list[int] = []
         self.num_captures = 0
         self._check(example_inputs)
 
@@ -126,25 +133,28 @@ class CapturedIteration:
         """Run one iteration on new inputs; no host synchronisation.
 
         Args:
-            inputs: tensors as `step_fn` takes them; other shapes are captured anew.
+            inputs: tensors as `step_fn` takes them; other shapes are captured anew. Pinned host memory may be written
+                again only when the device has read it, as after any copy that does not block.
 
         Returns:
-            What `step_fn` returns, with tensors that the next call leaves alone.
+            What `step_fn` returns, with tensors that the next call leaves alone; those of a replay have no history.
 
         Raises:
-            TypeError: another number of inputs, or inputs that are no tensors.
+            TypeError: another number of inputs, inputs that are no tensors, or results in unknown containers.
+            ValueError: an input requires gradients.
             RuntimeError: `step_fn` does what no graph can hold; the model is at rest then, and unchanged.
         """
         self._check(inputs)
-        for rate, group in zip(self._rates, self._optimizer.param_groups, strict=True):
-            rate.follow(group)
+        self._follow_rates()
         if self._eager_left:
             self._eager_left -= 1
             return self._device.run(lambda: self._run(inputs))
+        if self._has_moved():
+            self._iterations.clear()
         key = self._key(inputs)
-        iteration = self._iterations.pop(key, None)
-        if iteration is None or self._has_other_state():
-            iteration = self._capture(inputs)
+        iteration = self._iterations.pop(key, None) or self._capture(inputs)
+        if iteration is None:
+            return self._device.run(lambda: self._run(inputs))
         self._iterations[key] = iteration
         result = iteration(inputs)
         for group in self._groups:
@@ -163,47 +173,128 @@ class CapturedIteration:
                 f"inputs of a captured iteration: expected {self._num_inputs} tensors, got {kinds}. Pass what changes "
                 "between iterations as tensors, numbers as 0-d ones."
             )
+        if needing := [index for index, value in enumerate(inputs) if value.requires_grad]:
+            raise ValueError(
+                f"inputs of a captured iteration: expected tensors without requires_grad, got it set for {needing}, "
+                "whose gradients would not come back. Pass detach() of them, and ask for gradients inside step_fn."
+            )
+
+    def _follow_rates(self) -> None:
+        """Take the learning rates that a scheduler or the user has set, of new param_groups, too."""
+        param_groups = self._optimizer.param_groups
+        while len(self._rates) < len(param_groups):
+            self._rates.append(LearningRate(self._contexts[0].device))
+        for group, rate in zip(param_groups, self._rates, strict=False):
+            rate.follow(group)
 
     def _key(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return all that a graph has as constants."""
-        shapes = tuple((value.shape, value.dtype, value.requires_grad) for value in inputs)
+        shapes = tuple((value.shape, value.dtype) for value in inputs)
         settings = tuple(
-            tuple((name, value) for name, value in group.items() if name != "lr" and isinstance(value, _PLAIN))
+            (len(group["params"]), *((name, constant(value)) for name, value in group.items() if name not in _VARYING))
             for group in self._optimizer.param_groups
         )
-        modes = tuple(model.training for model in self._models)
-        return shapes, settings, modes, sum(group.num_freezes for group in self._groups)
+        modes = tuple(module.training for module in self._modules)
+        units = tuple(_schedule_of(unit) for unit in self._units)
+        contexts = tuple(
+            (context.is_last_microbatch, context.is_finalized and context.learnt_order.num_changes)
+            for context in self._contexts
+        )
+        return shapes, settings, modes, units, contexts, sum(group.num_freezes for group in self._groups)
 
-    def _has_other_state(self) -> bool:
-        """Return whether the optimizer's state has been replaced, whose addresses the graphs have."""
+    def _has_moved(self) -> bool:
+        """Return whether something that graphs have the address of lies elsewhere: optimizer state, or a pool."""
         current = self._optimizer_state()
         is_same = len(current) == len(self._state) and all(map(is_, current, self._state))
-        if not is_same:
-            self._iterations.clear()
-        return not is_same
+        return not is_same or self._pool_moves() != self._num_moves
 
     def _optimizer_state(self) -> list[Any]:
         return [value for state in self._optimizer.state.values() for value in state.values()]
 
-    def _capture(self, inputs: Sequence[torch.Tensor]) -> _Iteration:
-        while len(self._iterations) >= MAX_GRAPHS:
-            self._iterations.pop(next(iter(self._iterations)))
+    def _pool_moves(self) -> list[int]:
+        return [context.pool.num_moves for context in self._contexts if context.pool is not None]
+
+    def _capture(self, inputs: Sequence[torch.Tensor]) -> _Iteration | None:
+        """Return the captured iteration; None if the optimizer has to create state first, outside of a graph."""
+        self._make_room()
+        self._prepare()
         device = self._contexts[0].device
-        static = [torch.empty_like(value, device=device).copy_(value) for value in inputs]
-        for group in self._groups:
-            group.mark_main_weight_written()
+        with torch.no_grad():
+            static = [torch.empty_like(value, device=device).copy_(value) for value in inputs]
+        before, kept = OptimizerState(self._optimizer, device), self._kept_gradients()
+        first: list[BaseException] = []
+
+        def run() -> Any:
+            try:
+                return self._run(static)
+            except BaseException as error:
+                first.append(error)
+                raise
+
         try:
-            replay, outputs = self._device.capture(lambda: self._run(static))
-        except Exception as error:
-            self._bring_to_rest()
+            replay, outputs = self._device.capture(run)
+        except BaseException as error:
+            self._bring_to_rest(before)
+            # The end of a capture that has failed raises once more, in other words.
+            reason = _describe(first.pop() if first else error)
+            if not isinstance(error, Exception):
+                raise
             raise RuntimeError(
-                f"capture_iteration: expected a step_fn that only issues work to the device, got {_describe(error)}. "
+                f"capture_iteration: expected a step_fn that only issues work to the device, got {reason}. "
                 "Leave out item(), print of a tensor, copies to the host and synchronisation, and whatever depends on "
                 "values; step_fn itself can still be called."
             ) from error
-        self._state = self._optimizer_state()
+        has_grown, problem = before.has_grown(), before.problem()
+        if problem is None and any(group.gradients and group.gradients.num_starts == num for group, num in kept):
+            problem = (
+                "capture_iteration step_fn: expected it to clear gradients to None, got some from before it that it "
+                "keeps, whose memory may be freed between replays. Call zero_grad(set_to_none=True) in it."
+            )
+        if problem is not None or has_grown:
+            self._bring_to_rest(before)
+            if problem is not None:
+                raise RuntimeError(problem)
+            return None
+        self._state, self._num_moves = self._optimizer_state(), self._pool_moves()
         self.num_captures += 1
         return _Iteration(static, replay, outputs)
+
+    def _make_room(self) -> None:
+        while len(self._iterations) >= MAX_GRAPHS:
+            oldest = self._iterations.pop(next(iter(self._iterations)))
+            if oldest.num_replays == 1:
+                warnings.warn(
+                    f"captured iteration: expected inputs and settings that come back, got more than {MAX_GRAPHS} "
+                    "kinds of them, and a capture takes longer than a step. Pad inputs to fewer shapes, and keep the "
+                    "optimizer's settings but the learning rate; or call step_fn itself.",
+                    stacklevel=4,
+                )
+
+    def _prepare(self) -> None:
+        """Let nothing that lives outside of the graph be read or freed inside it, and all weights be made anew.
+
+        Raises:
+            RuntimeError: gradients wait for a reduction.
+        """
+        for group in self._groups:
+            if group.has_unreduced_gradients:
+                raise RuntimeError(
+                    f"capture_iteration: expected no gradients from before step_fn, got some of {group.name} that wait "
+                    "for a reduction. Run all microbatches inside step_fn, or zero_grad() first."
+                )
+        for unit in self._units:
+            if unit.is_resting() and unit.unshard_event is not None:
+                unit.reshard()
+        for group in self._groups:
+            group.mark_main_weight_written()
+
+    def _kept_gradients(self) -> list[tuple[Any, int]]:
+        """Return groups with gradients in memory that clearing would free, and how often they have begun anew."""
+        return [
+            (group, group.gradients.num_starts)
+            for group in self._groups
+            if group.gradients is not None and group.gradients.holds_memory
+        ]
 
     def _run(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Run `step_fn` with static learning rates, all streams forked from the current one and joined to it."""
@@ -217,31 +308,50 @@ class CapturedIteration:
         param_groups = self._optimizer.param_groups
         given = [group["lr"] for group in param_groups]
         try:
-            for group, rate in zip(param_groups, self._rates, strict=True):
-                group["lr"] = rate.static
+            for group, rate in zip(param_groups, self._rates, strict=False):
+                rate.lend(group)
             result = self._step_fn(*inputs)
+            for index, (group, rate) in enumerate(zip(param_groups, self._rates, strict=False)):
+                rate.take_back(group, index)
         finally:
             for group, rate in zip(param_groups, given, strict=True):
                 group["lr"] = rate
         for stream in streams:
             # A capture ends with all of its streams joined, one with a gather that nobody used included.
             current.wait_stream(stream)
+        if others := [type(leaf).__name__ for leaf in tree_leaves(result) if not isinstance(leaf, _LEAVES)]:
+            raise TypeError(
+                f"result of a captured iteration's step_fn: expected tensors in tuples, lists and dicts, got {others}, "
+                "in which a replay could not find them. Return one of these."
+            )
         return result
 
-    def _bring_to_rest(self) -> None:
-        """Forget what a capture that failed has begun; nothing of it was executed."""
+    def _bring_to_rest(self, before: OptimizerState) -> None:
+        """Forget what a capture has begun that nobody will replay; nothing of it was executed."""
         # Graphs captured before have the random numbers of a generator that is replaced now.
         self._iterations.clear()
         for context in self._contexts:
             context.abandon()
         for group in self._groups:
             group.clear_gradients()
+            # Compute weights that the capture has refreshed are still those of before.
+            group.mark_main_weight_written()
+        before.restore()
+
+
+_VARYING = frozenset({"lr", "params"})
+"""Items of a param_group that are no constants of a graph."""
+
+
+def _schedule_of(unit: FsdpModule) -> Any:
+    """Return what has been set on a unit, which a capture follows and a replay does not."""
+    named = (unit.prefetch_targets("forward"), unit.prefetch_targets("backward"))
+    targets = tuple(None if units is None else tuple(map(id, units)) for units in named)
+    return unit.reduces_gradients, unit.schedule_policy, targets
 
 
 def _describe(error: BaseException) -> str:
-    """Return what went wrong first, and where: the end of a capture that has failed raises once more."""
-    while error.__context__ is not None:
-        error = error.__context__
+    """Return what went wrong, and where."""
     trace = traceback.extract_tb(error.__traceback__)
     where = f" at {trace[-1].filename}:{trace[-1].lineno}" if trace else ""
     return f"{type(error).__name__}{where}: {str(error).partition(chr(10))[0]}"
@@ -253,30 +363,15 @@ class _Iteration:
     def __init__(self, inputs: Sequence[torch.Tensor], replay: Callable[[], None], outputs: Any) -> None:
         self._inputs = inputs
         self._replay = replay
-        self._outputs = outputs
+        # Their history has had its backward, and would keep activations.
+        self._outputs = tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+        self.num_replays = 0
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Any:
         with torch.no_grad():
             for static, value in zip(self._inputs, inputs, strict=True):
                 static.copy_(value, non_blocking=True)
         self._replay()
+        self.num_replays += 1
         # The next replay writes over what this one has left.
         return tree_map_only(torch.Tensor, torch.Tensor.clone, self._outputs)
-
-
-class _LearningRate:
-    """A param_group's learning rate where graphs read it: 0-d float32, the type that fused kernels take."""
-
-    def __init__(self, param_group: dict[str, Any], device: torch.device) -> None:
-        self.static = torch.zeros((), dtype=torch.float32, device=device)
-        self._last: float | None = None
-        self.follow(param_group)
-
-    def follow(self, param_group: dict[str, Any]) -> None:
-        """Take what a scheduler or the user has set."""
-        rate = param_group["lr"]
-        if isinstance(rate, torch.Tensor):
-            self.static.copy_(rate)
-        elif rate != self._last:
-            self.static.fill_(rate)
-            self._last = rate

@@ -40,10 +40,12 @@ class CudaGraphDevice:
         """Call `function` on the stream that captures, and let the current stream wait for it."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            result = function()
-        current.wait_stream(self._stream)
-        return result
+        try:
+            with torch.cuda.stream(self._stream):
+                return function()
+        finally:
+            # Also where it has raised: what it has issued until then still runs.
+            current.wait_stream(self._stream)
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Return what replays the work that `function` issues, and what it returned; executes none of that work."""

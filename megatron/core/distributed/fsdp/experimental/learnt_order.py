@@ -38,7 +38,11 @@ class LearntOrder:
         forward: units as they are defined.
         backward: the reverse of that.
         agrees: asks all ranks whether a description is the same on all of them; they call it together.
-        is_capturing: whether the step is being captured in a graph, where nobody can be asked.
+        is_capturing: whether the step is being captured in a graph, where nobody can be asked. Ranks may capture
+            at different steps, so that such backwards do not count.
+
+    Attributes:
+        num_changes: how often what is expected has changed.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class LearntOrder:
         self._backward = _Direction(backward)
         self._agrees = agrees
         self._is_capturing = is_capturing
-        self._num_backwards = 0
+        self._num_backwards = self.num_changes = 0
         self._is_in_backward = False
         # Two units can only follow each other.
         self._has_choice = len(forward) > 2
@@ -89,10 +93,11 @@ class LearntOrder:
             Whether units are expected in another order from now on.
         """
         self._is_in_backward = False
-        if not self._has_choice:
+        if not self._has_choice or self._is_capturing():
             return False
         self._num_backwards += 1
-        has_changed = self._records and not self._is_capturing() and self._review()
+        has_changed = self._records and self._review()
+        self.num_changes += has_changed
         number = self._num_backwards + 1
         self._records = number >= _FIRST_REVIEW and number & (number - 1) == 0
         return has_changed

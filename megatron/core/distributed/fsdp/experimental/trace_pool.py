@@ -97,6 +97,7 @@ class TracePool:
         plan: the slots; None while the pool records.
         is_active: whether buffers lie in their slots now.
         num_fallbacks: how often a buffer could not lie in its slot.
+        num_moves: how often all buffers have got other addresses.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class TracePool:
         self._taken = 0
         self.plan: SlotPlan | None = None
         self.is_active = False
-        self.num_fallbacks = 0
+        self.num_fallbacks = self.num_moves = 0
 
     # --- the allocator's side -------------------------------------------------------------------------------------
 
@@ -259,6 +260,7 @@ class TracePool:
         """
         release_idle_memory(self._device)
         assert not self.is_active, "moved once"
+        self.num_moves += 1
         with torch.inference_mode(False):
             if self.plan is None:
                 self._make_plan(families)
@@ -275,6 +277,7 @@ class TracePool:
     def deactivate(self) -> None:
         """Give the memory of all arenas back, while the pool is quiet; buffers take storage of their own from now."""
         self.is_active = False
+        self.num_moves += 1
         for place, block in self._live_places():
             if place.is_in_slot:
                 place.local = None

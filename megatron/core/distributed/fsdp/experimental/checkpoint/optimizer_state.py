@@ -53,7 +53,7 @@ def settings_by_name(optimizer: Any, named: Mapping[str, FsdpDTensor]) -> dict[s
 def set_settings(
     optimizer: Any, named: Mapping[str, FsdpDTensor], saved: Mapping[str, Mapping[str, Any]], *, strict: bool = True
 ) -> None:
-    """Give each group the settings that its parameters had.
+    """Give each group the settings that its parameters had, but for those that say how to compute a step.
 
     Args:
         optimizer: an adapted optimizer.
@@ -70,7 +70,11 @@ def set_settings(
         of_group = [names[id(parameter)] for parameter in group["params"]]
         found.append(_common_settings({name: saved.get(name) for name in of_group if strict or name in saved}))
     for group, settings in zip(optimizer.param_groups, found, strict=True):
-        group.update(copy.deepcopy(dict(settings)))
+        group.update(copy.deepcopy({key: value for key, value in settings.items() if key not in _HOW}))
+
+
+_HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})
+"""How a step is computed on the device of a run: that of the run that loads, not of the one that has saved."""
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
