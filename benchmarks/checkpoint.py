@@ -16,6 +16,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,21 +53,37 @@ def make_state(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def median_s(function: Callable[[int], None], repeats: int, device: torch.device) -> float:
-    """Return the slowest rank's median of the seconds that a call takes, without the first one."""
-    seconds = []
+@dataclass(frozen=True)
+class Taken:
+    """What a call takes, by the median without the first one.
+
+    Attributes:
+        seconds: of the slowest rank.
+        host_s: seconds that all threads of all ranks compute; other programs on the host change them little.
+    """
+
+    seconds: float
+    host_s: float
+
+
+def time_calls(function: Callable[[int], None], repeats: int, device: torch.device) -> Taken:
+    """Call a function and return what that takes."""
+    seconds, host_s = [], []
     for index in range(repeats + 1):
         if device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
-        begin = time.perf_counter()
+        begin, begin_of_host = time.perf_counter(), time.process_time()
         function(index)
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
+        host_s.append(time.process_time() - begin_of_host)
     slowest = torch.tensor(statistics.median(seconds[1:]), device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
+    together = torch.tensor(statistics.median(host_s[1:]), device=device)
+    dist.all_reduce(together)
+    return Taken(float(slowest), float(together))
 
 
 def ours(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
@@ -78,9 +95,10 @@ def ours(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
         fully_shard(model)
     optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters()))
     make_state(model, optimizer)
-    path, found = args.folder / "ours", {}
-    found["save"] = median_s(lambda _: save_checkpoint(model, optimizer, path, overwrite=True), args.repeats, device)
-    found["load"] = median_s(lambda _: void(load_checkpoint(model, optimizer, path)), args.repeats, device)
+    path = args.folder / "ours"
+    save = time_calls(lambda _: save_checkpoint(model, optimizer, path, overwrite=True), args.repeats, device)
+    load = time_calls(lambda _: void(load_checkpoint(model, optimizer, path)), args.repeats, device)
+    found = {"save": save.seconds, "save_host": save.host_s, "load": load.seconds}
     saver, stalls = CheckpointSaver(model), []
 
     def stall(index: int) -> None:
@@ -89,7 +107,7 @@ def ours(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
         stalls.append(time.perf_counter() - begin)
         saver.wait()
 
-    median_s(stall, args.repeats, device)
+    time_calls(stall, args.repeats, device)
     found["stall"] = statistics.median(stalls[1:])
     planner = CompleteSavePlanner()
     state = {"model": model.state_dict()}
@@ -113,8 +131,9 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
     def state() -> dict[str, Any]:
         return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
-    found = {"save": median_s(lambda _: void(dcp.save(state(), checkpoint_id=path)), args.repeats, device)}
-    found["load"] = median_s(lambda _: dcp.load(state(), checkpoint_id=path), args.repeats, device)
+    save = time_calls(lambda _: void(dcp.save(state(), checkpoint_id=path)), args.repeats, device)
+    load = time_calls(lambda _: dcp.load(state(), checkpoint_id=path), args.repeats, device)
+    found = {"save": save.seconds, "save_host": save.host_s, "load": load.seconds}
     group, stalls = dist.new_group(backend="gloo"), []
 
     def stall(index: int) -> None:
@@ -123,7 +142,7 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
         stalls.append(time.perf_counter() - begin)
         future.result()
 
-    median_s(stall, args.repeats, device)
+    time_calls(stall, args.repeats, device)
     return {**found, "stall": statistics.median(stalls[1:]), "plan": math.nan}
 
 
@@ -148,16 +167,14 @@ def main() -> None:
     if dist.get_rank() == 0:
         ranks = dist.get_world_size()
         print(f"{args.parameters:.3g} parameters in {args.tensors} tensors, {size_gb:.2f} GB, {ranks} ranks")
-        print("runtime | save s | save GB/s | load s | load GB/s | stall of a background save s | local plan s")
+        columns = ["runtime", "save s", "save GB/s", "host s of a save", "load s", "load GB/s"]
+        print(" | ".join([*columns, "stall of a background save s", "local plan s"]))
     for name, run in (("fsdp_v2", ours), ("fsdp2", fsdp2)):
         found = run(args, device)
         if dist.get_rank() == 0:
-            rates = {key: size_gb / found[key] for key in ("save", "load")}
-            print(
-                f"{name} | {found['save']:.3f} | {rates['save']:.2f} | {found['load']:.3f} | {rates['load']:.2f} | "
-                f"{found['stall']:.3f} | {found['plan']:.3f}",
-                flush=True,
-            )
+            keys = ["save", "save rate", "save_host", "load", "load rate", "stall", "plan"]
+            found |= {f"{key} rate": size_gb / found[key] for key in ("save", "load")}
+            print(" | ".join([name, *(f"{found[key]:.3f}" for key in keys)]), flush=True)
         dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(args.folder, ignore_errors=True)

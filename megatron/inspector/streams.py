@@ -139,9 +139,8 @@ def write_new(new: NewCheckpoint, source: OpenCheckpoint, folder: Path, max_memo
             warnings.simplefilter("ignore")  # that there is no process group
             planner.on_bytes = bar.update
             with Ranks(torch.device("cpu")).together(f"save of {folder}"):
-                writer = CheckpointWriter(staging)
-                writer.per_thread_copy_ahead = 0  # a part is asked for when the one before has been written
-                save({}, storage_writer=writer, planner=planner, no_dist=True)
+                # One thread: a part is asked for when the one before has been written.
+                save({}, storage_writer=CheckpointWriter(staging), planner=planner, no_dist=True)
         _add_files(staging, new.files)
         commit(staging, folder)
     except OSError as error:
@@ -221,7 +220,7 @@ class _Planner(CompleteSavePlanner):
             return tensor.value
         place = part.source_of(box)
         if self._last is not None:
-            self._last.untyped_storage().resize_(0)  # DCP's writer holds on to the last part of every tensor
+            self._last.untyped_storage().resize_(0)  # the writer still holds on to it
         values = read_box(self._source.path, self._source.metadata, part.key, place.offsets, place.sizes)
         self._last = values.view(box.sizes).to(tensor.dtype, copy=True)  # memory that can be freed so
         self.on_bytes(self._last.nbytes)

@@ -72,7 +72,7 @@ def _explain_unknown(flag: str, known: Sequence[str], refused: Mapping[str, str]
 
 
 def _similarity(flag: str, name: str) -> float:
-    """Compare letters and whole words: --fsdp is near --use-megatron-fsdp-v2."""
+    """Compare letters and whole words: --fsdp-v2 is near --use-megatron-fsdp-v2."""
     num_shared_words = len(set(flag[2:].split("-")) & set(name[2:].split("-")))
     return difflib.SequenceMatcher(None, flag, name).ratio() + 0.3 * num_shared_words
 

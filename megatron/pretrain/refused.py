@@ -50,7 +50,7 @@ REFUSED_FLAGS: dict[str, str] = {
         _TOKENS,
     ),
     **dict.fromkeys(("--fp16", "--loss-scale", "--initial-loss-scale", "--min-loss-scale"), _FP16),
-    **dict.fromkeys(("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"), _FSDP_V1),
+    **dict.fromkeys(("--fsdp", "--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"), _FSDP_V1),
     **dict.fromkeys(("--train-samples", "--lr-decay-samples", "--lr-warmup-samples"), _SAMPLES),
     **dict.fromkeys(
         (

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.core.distributed.fsdp.experimental.checkpoint import writer
+from megatron.core.distributed.fsdp.experimental.checkpoint.stream import FileStream
 
 
 def save(folder: Path, state: Mapping[str, Any]) -> Path:
@@ -81,12 +81,12 @@ def tensor_metadata(folder: Path) -> Metadata:
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     """Let files whose names end so be written to a device that is full."""
-    opened = writer._Stream.__init__
+    opened = FileStream.__init__
 
     def on_full_disk(self: Any, path: Path) -> None:
         opened(self, Path("/dev/full") if path.name.endswith(suffix) else path)
 
-    monkeypatch.setattr(writer._Stream, "__init__", on_full_disk)
+    monkeypatch.setattr(FileStream, "__init__", on_full_disk)
 
 
 class Evil:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -211,6 +212,28 @@ def test_a_deleted_checkpoint_loses_its_name_first(tmp_path: Path, monkeypatch: 
     assert folder.committed_iterations(tmp_path) == [] and len(folder.clean_interrupted(tmp_path)) == 1
     with pytest.raises(CheckpointError, match="No such file"):
         folder.remove_checkpoint(folder.iteration_folder(tmp_path, 10))
+
+
+def test_deleting_many_files_takes_several_threads_and_says_what_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _committed(tmp_path, 10, 20)
+    path, threads, unlink = folder.iteration_folder(tmp_path, 10), set(), Path.unlink
+    for number in range(20):
+        (path / f"__2_{number}.distcp").touch()
+
+    def record(self: Path) -> None:
+        if self.name == "__2_7.distcp":
+            raise PermissionError(13, "Permission denied")
+        threads.add(threading.current_thread())
+        unlink(self)
+
+    monkeypatch.setattr(Path, "unlink", record)
+    with pytest.raises(CheckpointError, match="iter_0000010: expected to write, got Permission denied with"):
+        folder.remove_checkpoint(path)
+    assert len(threads) == 8 and folder.committed_iterations(tmp_path) == [20]
+    monkeypatch.undo()
+    assert len(folder.clean_interrupted(tmp_path)) == 1 and _names(tmp_path) == ["iter_0000020"]
 
 
 @pytest.mark.parametrize("wanted", ["latest_written", "latest_moved"])

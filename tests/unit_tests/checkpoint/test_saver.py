@@ -181,13 +181,14 @@ PROGRAM = """
 import os, sys, time
 import torch.distributed as dist
 from megatron.core.distributed.fsdp.experimental import CheckpointSaver
-from megatron.core.distributed.fsdp.experimental.checkpoint import folder
+from megatron.core.distributed.fsdp.experimental.checkpoint import data_files, folder, write
 from tests.unit_tests.checkpoint.zoo import Cut, make, train
 
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1] + "/store", 1), rank=0, world_size=1)
 model, optimizer = make(Cut(), "adam")
 train(model, optimizer, range(2))
 folder.on_step = lambda name: time.sleep(0.05)
+data_files.LEAST_FILE_BYTES, write.num_threads = 1, lambda hosts, index: 3
 CheckpointSaver(model).save(optimizer, sys.argv[1] + "/c")
 print("at the end of the program the checkpoint exists:", os.path.exists(sys.argv[1] + "/c"))
 """
@@ -206,3 +207,4 @@ def test_the_exit_waits_for_a_save(tmp_path: Path) -> None:
     assert run.returncode == 0 and "the checkpoint exists: False" in run.stdout, run.stdout + run.stderr
     assert "Traceback" not in run.stderr
     assert folders.verify_files(tmp_path / "c", checksums=True, needs_manifest=True) == []
+    assert (tmp_path / "c" / "__0_2.distcp").is_file()

@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.futures import Future
 
 from megatron.core.distributed.fsdp.experimental.checkpoint import CheckpointError, folder, writer
 from megatron.core.distributed.fsdp.experimental.checkpoint.writer import CheckpointWriter
@@ -234,14 +232,8 @@ def test_errors_that_are_not_of_the_disk_stay(tmp_path: Path) -> None:
 
 
 def test_an_item_that_a_rank_leaves_out_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_data = FileSystemWriter.write_data
-
-    def lose_one(self: Any, plan: Any, planner: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(write_data(self, plan, planner).value()[1:])
-        return done
-
-    monkeypatch.setattr(FileSystemWriter, "write_data", lose_one)
+    write_items = writer.write_items
+    monkeypatch.setattr(writer, "write_items", lambda *given: write_items(*given)[1:])
     error = _failure(lambda: _save(tmp_path / "c", _state(1.0)))
     assert isinstance(error, CheckpointError) and "got 1 not written: args" in str(error)
     assert not (folder.staging_path(tmp_path / "c", "0a") / ".metadata").exists()

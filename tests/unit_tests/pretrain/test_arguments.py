@@ -25,7 +25,7 @@ def test_the_empty_command_line_is_a_run() -> None:
         ("--num-layer", "--num-layers"),
         ("--use-megatron-fsdp-2", "--use-megatron-fsdp-v2"),
         ("--warmup-iters", "--lr-warmup-iters"),
-        ("--fsdp", "--use-megatron-fsdp-v2"),
+        ("--fsdp-v2", "--use-megatron-fsdp-v2"),
         ("--num-heads", "--num-attention-heads"),
         ("--trian-iters", "--train-iters"),
         ("--batch-size", "--micro-batch-size"),

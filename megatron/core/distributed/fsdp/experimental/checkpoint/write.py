@@ -7,8 +7,10 @@ It knows no model: state dicts are built elsewhere.
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ from .locks import being_written
 from .planner import CompleteSavePlanner
 from .ranks import Ranks
 from .writer import CheckpointWriter
+
+_MAX_THREADS = 4
 
 
 def write_checkpoint(
@@ -53,8 +57,8 @@ def write_checkpoint(
             every rank.
     """
     what = f"save of {path}"
-    token = ranks.gather(secrets.token_hex(4), what)[0]
-    staging = staging_path(path, token)
+    tokens, hosts = zip(*ranks.gather([secrets.token_hex(4), socket.gethostname()], what), strict=True)
+    staging = staging_path(path, tokens[0])
     ranks.first(lambda: _prepare(path, overwrite), what)
     with ExitStack() as held:
         ranks.first(lambda: held.enter_context(being_written(staging)), what)
@@ -62,7 +66,7 @@ def write_checkpoint(
             with ranks.together(what):
                 save(
                     dict(state_dict),
-                    storage_writer=CheckpointWriter(staging),
+                    storage_writer=CheckpointWriter(staging, num_threads(hosts, ranks.index)),
                     planner=CompleteSavePlanner(),
                     process_group=ranks.group,
                 )
@@ -72,6 +76,16 @@ def write_checkpoint(
                 remove_checkpoint(staging)
             raise
     ranks.first(lambda: _finish(path, replaced, after_commit), what)
+
+
+def num_threads(hosts: Sequence[str], index: int) -> int:
+    """Return how many files a rank writes at once: its share of the host's cores, at most.
+
+    Args:
+        hosts: the name of each rank's host.
+        index: of the rank.
+    """
+    return max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // hosts.count(hosts[index])))
 
 
 def _finish(path: Path, replaced: Path | None, after_commit: Callable[[], None] | None) -> None:
