@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tests.fuzz.bugs import BUGS
 from tests.fuzz.generate import generate
@@ -29,6 +30,8 @@ def main() -> int:
     else:
         seeds = range(arguments.seed, arguments.seed + arguments.programs)
         programs = [generate(seed, known=arguments.known) for seed in seeds]
+        if arguments.joint:
+            programs = [replace(program, joins=True) for program in programs]
     count = num_wrong = 0
     start = time.monotonic()
 
@@ -54,7 +57,8 @@ def _report(failure: Failure, arguments: argparse.Namespace) -> None:
     options += f" --bug {arguments.bug}" if arguments.bug else ""
     print(f"\nseed {failure.program.seed}: {failure.text}", flush=True)
     if arguments.program is None:
-        print(f"replay: python -m tests.fuzz --seed {failure.program.seed}{options}")
+        joint = " --joint" if arguments.joint else ""
+        print(f"replay: python -m tests.fuzz --seed {failure.program.seed}{joint}{options}")
     smallest = shrink(failure, bug=arguments.bug, max_tries=arguments.shrink)
     print(f"shrunk: {smallest.text}")
     print(f"replay: python -m tests.fuzz{options} --program '{smallest.program.to_json()}'")
@@ -64,6 +68,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--programs", type=int, default=1, help="how many programs, of consecutive seeds")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--joint", action="store_true", help="let leaves beside each other form one unit")
     parser.add_argument("--program", help="a program as JSON, in place of seeds")
     parser.add_argument("--bug", choices=sorted(BUGS), help="plant a bug in the runtime")
     parser.add_argument("--known", action="append", default=[], choices=sorted(KNOWN), help="include a known failure")

@@ -193,6 +193,21 @@ def unit_modules(root: CellModule) -> Iterator[nn.Module]:
             yield module
 
 
+def joint_units(root: CellModule, joins: bool) -> Iterator[list[nn.Module]]:
+    """Yield the modules of each unit, inner units first; with `joins`, leaves beside each other form one."""
+    parents = {id(child): id(parent) for parent in root.modules() for child in parent.children()}
+    run: list[nn.Module] = []
+    for module in unit_modules(root):
+        is_beside = run and parents.get(id(module)) == parents.get(id(run[0]))
+        if joins and is_beside and isinstance(module, LeafModule) and isinstance(run[0], LeafModule):
+            run.insert(0, module)
+            continue
+        if run:
+            yield run
+        run = [module]
+    yield run
+
+
 def call_part(part: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Call a module the way it takes its input; return its first output and those that join the loss."""
     if isinstance(part, LeafModule):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.fuzz.model import Bundle, Pair, Tape, build_roots, unit_modules
+from tests.fuzz.model import Bundle, Pair, Tape, build_roots, joint_units
 from tests.fuzz.play import MAX_NORM, OPTIMIZERS, SCALE, Player, Record
 from tests.fuzz.program import Leaf, Program, Step, cells_and_leaves
 from tests.fuzz.sharded import POLICIES, named
@@ -22,25 +22,28 @@ from tests.fuzz.sharded import POLICIES, named
 class _Participation:
     """Which units took part in a backward: an output, something kept or a parameter of theirs got a gradient."""
 
-    def __init__(self, roots: Any) -> None:
+    def __init__(self, roots: Any, joins: bool) -> None:
         self._parameters: dict[nn.Module, list[nn.Parameter]] = {}
+        self._unit_of: dict[nn.Module, nn.Module] = {}
         self._active: set[nn.Module] = set()
         self._num_kept: list[int] = []
         owned: set[nn.Parameter] = set()
         for root in roots:
-            for unit in unit_modules(root):
-                own = [p for p in unit.parameters() if p not in owned]
+            for modules in joint_units(root, joins):
+                own = [p for module in modules for p in module.parameters() if p not in owned]
                 owned.update(own)
-                self._parameters[unit] = [p for p in own if p.requires_grad]
-                unit.register_forward_pre_hook(self._begin)
-                unit.register_forward_hook(self._watch, always_call=True)
+                self._parameters[modules[0]] = [p for p in own if p.requires_grad]
+                for module in modules:
+                    self._unit_of[module] = modules[0]
+                    module.register_forward_pre_hook(self._begin)
+                    module.register_forward_hook(self._watch, always_call=True)
 
     def _begin(self, unit: Any, args: Any) -> None:
         self._num_kept.append(len(unit.tape.aside))
 
     def _watch(self, unit: Any, args: Any, output: Any) -> Any:
         def see(grad: torch.Tensor) -> None:
-            self._active.add(unit)
+            self._active.add(self._unit_of[unit])
 
         def watch(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -77,7 +80,7 @@ class _Reference:
         self.program = program
         self.tape = Tape()
         self.roots = build_roots(program, self.tape)
-        self.participation = _Participation(self.roots)
+        self.participation = _Participation(self.roots, program.joins)
         self.parameters = named(self.roots)
         policy = POLICIES[program.policy]
         self.mains: dict[str, Any] = {}

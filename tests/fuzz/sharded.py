@@ -24,7 +24,7 @@ from megatron.core.distributed.fsdp.experimental import (
     microbatch,
 )
 from megatron.core.distributed.fsdp.experimental.device import observe
-from tests.fuzz.model import CellModule, Tape, build_roots, unit_modules
+from tests.fuzz.model import CellModule, Tape, build_roots, joint_units
 from tests.fuzz.play import MAX_NORM, OPTIMIZERS, SCALE, Player, Record
 from tests.fuzz.program import STRATEGIES, Program, Schedule, Step
 from tests.unit_tests.launch import lasting_mesh
@@ -92,10 +92,10 @@ def _shard(program: Program, roots: list[CellModule]) -> FsdpContext:
     number = 0
     with block as context:
         for root in roots:
-            for module in unit_modules(root):
+            for modules in joint_units(root, program.joins):
                 placements = _placements(program, number)
                 fully_shard(
-                    module,
+                    modules,
                     mesh,
                     placements,
                     mixed_precision_policy=POLICIES[program.policy],

@@ -31,6 +31,12 @@ def test_random_programs_in_a_pool_equal_one_process() -> None:
     assert not failures, [f"python -m tests.fuzz --program '{f.program.to_json()}': {f.text}" for f in failures]
 
 
+def test_random_programs_with_joint_units_equal_one_process() -> None:
+    programs = [replace(generate(seed), joins=True) for seed in range(NUM_PROGRAMS)]
+    failures = find_failures(programs, max_failures=1)
+    assert not failures, [f"python -m tests.fuzz --program '{f.program.to_json()}': {f.text}" for f in failures]
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(bug: str) -> None:
     programs = [generate(seed) for seed in range(MAX_PROGRAMS_TO_FIND_A_BUG)]
