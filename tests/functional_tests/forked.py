@@ -23,10 +23,17 @@ from tests.unit_tests import mcore  # noqa: F401 - tells the server what to impo
 _context = multiprocessing.get_context("forkserver")
 REPOSITORY = Path(__file__).resolve().parents[2]
 _GRACE_S = 10.0
+SCRIPT = "pretrain_gpt.py"
 
 
 def run_forked(
-    words: Sequence[str], num_ranks: int, port: int, folder: Path, timeout_s: float, ends_others: bool = True
+    words: Sequence[str],
+    num_ranks: int,
+    port: int,
+    folder: Path,
+    timeout_s: float,
+    ends_others: bool = True,
+    script: str = SCRIPT,
 ) -> list[tuple[int, str, str]]:
     """Run the script on every rank.
 
@@ -37,6 +44,7 @@ def run_forked(
         folder: Where their output is kept.
         timeout_s: For all of it.
         ends_others: Once a rank has failed, end the others soon.
+        script: What is run, from the repository's root.
 
     Returns:
         Every rank's exit status, output and error output.
@@ -46,7 +54,7 @@ def run_forked(
     ranks = [
         _context.Process(
             target=_run_rank,
-            args=(tuple(words), {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}, str(folder), rank),
+            args=(tuple(words), {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}, str(folder), rank, script),
         )
         for rank in range(num_ranks)
     ]
@@ -70,12 +78,12 @@ def run_forked(
     ]
 
 
-def _run_rank(words: tuple[str, ...], variables: dict[str, str], folder: str, rank: int) -> None:
+def _run_rank(words: tuple[str, ...], variables: dict[str, str], folder: str, rank: int, script: str) -> None:
     os.environ.update(variables)
     os.chdir(REPOSITORY)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(f"{folder}/{name}{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
     torch.set_num_threads(1)
-    sys.argv = ["pretrain_gpt.py", *words]
-    runpy.run_path("pretrain_gpt.py", run_name="__main__")
+    sys.argv = [script, *words]
+    runpy.run_path(script, run_name="__main__")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from .forked import REPOSITORY, run_forked
+from .forked import REPOSITORY, SCRIPT, run_forked
 
 _TRAINING_LINE = re.compile(
     r"iteration +(\d+)/ +\d+ \|.* lm loss: (\S+) \|.* grad norm: (\S+) \|(?: num zeros: (\S+) \|)?"
@@ -80,12 +80,12 @@ def launch(
     return Run(finished.returncode, finished.stdout, finished.stderr, records)
 
 
-def launch_forked(flags: Sequence[str], num_ranks: int, timeout_s: float = 120.0) -> Run:
+def launch_forked(flags: Sequence[str], num_ranks: int, timeout_s: float = 120.0, script: str = SCRIPT) -> Run:
     """Run the script without torchrun, which is faster; the run may fail."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.json")
         words = (*flags, "--log-json", str(log))
-        ranks = run_forked(words, num_ranks, free_port(), Path(folder), timeout_s)
+        ranks = run_forked(words, num_ranks, free_port(), Path(folder), timeout_s, script=script)
         lines = log.read_text().splitlines() if log.exists() else []
     codes, outputs, errors = zip(*ranks, strict=True)
     code = next((code for code in codes if code), 0)
@@ -100,12 +100,12 @@ def launch_ranks_apart(flags: Sequence[str], num_ranks: int, timeout_s: float = 
 
 
 @cache
-def launch_once(flags: tuple[str, ...], num_ranks: int) -> Run:
+def launch_once(flags: tuple[str, ...], num_ranks: int, script: str = SCRIPT) -> Run:
     """Run the script without torchrun, or return the run that another test made with the same flags.
 
     Raises:
         AssertionError: The run failed; the message ends with its error output.
     """
-    run = launch_forked(flags, num_ranks)
+    run = launch_forked(flags, num_ranks, script=script)
     assert run.returncode == 0, f"{flags} on {num_ranks} ranks:\n{run.stderr[-4000:]}"
     return run
