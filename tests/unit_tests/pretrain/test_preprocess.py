@@ -294,8 +294,13 @@ def test_an_interrupted_run_leaves_nothing(
 
     monkeypatch.setattr(preprocess.Progress, "count_document", interrupt)
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(kind):
-        run(tmp_path, corpus_of_chunks(tmp_path), "--workers", num_workers)
+    # A shell that starts the tests in the background has them ignore SIGINT.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(kind):
+            run(tmp_path, corpus_of_chunks(tmp_path), "--workers", num_workers)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert len(drafts) == 1, "the signal came before the work"
     assert left_behind(tmp_path) == []
     assert signal.getsignal(signal.SIGTERM) == before
