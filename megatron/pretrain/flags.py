@@ -9,12 +9,9 @@ What a flag's value may be by itself is said here; whether values fit together i
 import argparse
 
 from megatron.pretrain.checkpoint_flags import add_checkpoint_flags
+from megatron.pretrain.parallelism_flags import add_parallelism
 from megatron.pretrain.tokenizer import TOKENIZER_TYPES
 from megatron.pretrain.values import decay, integer, number, one_of
-
-DTYPE_NAMES = ("fp32", "bf16", "fp16", "auto")
-SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-OUTER_SHARDING_STRATEGIES = ("no_shard", "optim")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         _add_training,
         _add_optimizer,
         _add_precision,
-        _add_parallelism,
+        add_parallelism,
         add_checkpoint_flags,
         _add_output,
     )
@@ -299,100 +296,6 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
         "--grad-reduce-in-bf16",
         action="store_true",
         help="accumulate and reduce gradients in bfloat16 too",
-    )
-
-
-def _add_parallelism(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("parallelism").add_argument
-    add(
-        "--use-megatron-fsdp-v2",
-        action="store_true",
-        help="shard the model with Megatron-FSDP v2; without it, megatron-core's DDP",
-    )
-    add(
-        "--data-parallel-sharding-strategy",
-        type=one_of(*SHARDING_STRATEGIES),
-        default="optim_grads_params",
-        help="what Megatron-FSDP v2 shards: no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or "
-        "optim_grads_params (ZeRO-3)",
-    )
-    add(
-        "--num-distributed-optimizer-instances",
-        type=_count,
-        default=1,
-        help="Megatron-FSDP v2: groups of ranks that each shard by themselves and hold replicas of each other (HSDP)",
-    )
-    add(
-        "--outer-dp-sharding-strategy",
-        type=one_of(*OUTER_SHARDING_STRATEGIES),
-        default="no_shard",
-        help="what corresponding ranks of these groups shard: no_shard, or optim (HFSDP)",
-    )
-    add(
-        "--megatron-fsdp-main-params-dtype",
-        type=one_of(*DTYPE_NAMES),
-        default="fp32",
-        help="master weights; auto keeps the model's",
-    )
-    add(
-        "--megatron-fsdp-main-grads-dtype",
-        type=one_of(*DTYPE_NAMES),
-        default="auto",
-        help="accumulated gradients; auto keeps the model's",
-    )
-    add(
-        "--megatron-fsdp-grad-comm-dtype",
-        type=one_of(*DTYPE_NAMES),
-        default="auto",
-        help="gradients on the wire; auto keeps the accumulated ones'",
-    )
-    add(
-        "--megatron-fsdp-static-gradients",
-        action="store_true",
-        help="keep the memory of gradients between steps, so that their addresses do not change",
-    )
-    add(
-        "--fsdp-trace-pool",
-        action="store_true",
-        help="plan fixed places for gathered weights and packed gradients from the first iteration",
-    )
-    add(
-        "--nccl-ub",
-        action="store_true",
-        help="register the pool's memory with NCCL on all ranks (CUDA, torch 2.12 or newer; not yet run on hardware)",
-    )
-    add(
-        "--megatron-fsdp-min-unit-numel",
-        type=_index,
-        default=0,
-        help="join neighbouring layers until they have so many parameters, to gather and reduce them together; small "
-        "layers cost less host time so, and more memory at a time",
-    )
-    add(
-        "--use-distributed-optimizer",
-        action="store_true",
-        help="DDP: shard the optimizer state over the data-parallel ranks",
-    )
-    add("--overlap-grad-reduce", action="store_true", help="DDP: reduce gradients during backward")
-    add(
-        "--overlap-param-gather",
-        action="store_true",
-        help="DDP with the distributed optimizer: gather weights during forward",
-    )
-    add("--ddp-bucket-size", type=_count, help="DDP: elements per gradient bucket")
-    add("--ddp-average-in-collective", action="store_true", help="DDP: let the reduction average")
-    for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
-        add(f"--{name}-parallel-size", type=_count, default=1, help="only 1 for now")
-    add(
-        "--distributed-backend",
-        type=one_of("nccl", "gloo"),
-        help="default: nccl with CUDA, else gloo",
-    )
-    add(
-        "--distributed-timeout-minutes",
-        type=_count,
-        default=10,
-        help="longest wait for another rank",
     )
 
 

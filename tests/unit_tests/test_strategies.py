@@ -41,6 +41,8 @@ LAYOUTS: list[tuple[str, str | None, tuple[int, ...]]] = [
     *(("optim_grads_params", outer, shape) for outer in ("no_shard", "optim") for shape in ((2, 2), (2, 1), (1, 2))),
 ]
 VARIANTS = list(itertools.product((1, 3), (True, False), ("sgd", "adam"), (torch.float32, torch.bfloat16)))
+HALF = [variant for index, variant in enumerate(VARIANTS) if index.bit_count() % 2 == 0]
+"""What more than two ranks run, for the sake of time: every three settings occur in all combinations."""
 
 
 def _recipe(variant: tuple[int, bool, str, torch.dtype], **changes: Any) -> Recipe:
@@ -65,10 +67,11 @@ def _run_all(recipes: list[Recipe]) -> bytes:
 def _runs(strategy: str, outer: str | None, shape: tuple[int, ...]) -> dict[Any, list[Run]]:
     """Return every rank's run of every variant."""
     placements = Placements.from_strategy(strategy, outer=outer)
-    recipes = [_recipe(variant, mesh=shape, shard={"placements": placements}) for variant in VARIANTS]
+    variants = VARIANTS if _world_size(shape) <= 2 else HALF
+    recipes = [_recipe(variant, mesh=shape, shard={"placements": placements}) for variant in variants]
     answers = run_ranks(_world_size(shape), _run_all, recipes)
     by_rank = [torch.load(io.BytesIO(answer), weights_only=False) for answer in answers]
-    return dict(zip(VARIANTS, zip(*by_rank, strict=True), strict=True))
+    return dict(zip(variants, zip(*by_rank, strict=True), strict=True))
 
 
 @cache
@@ -119,8 +122,9 @@ def test_narrow_training_is_the_same_for_all_strategies(variant: Any, shape: tup
 
 @pytest.mark.parametrize(("strategy", "outer", "shape"), LAYOUTS, ids=_named)
 def test_narrow_training_follows_wide_training(strategy: str, outer: str | None, shape: tuple[int, ...]) -> None:
-    for variant in NARROW:
-        run = _runs(strategy, outer, shape)[variant][0]
+    runs = _runs(strategy, outer, shape)
+    for variant in (variant for variant in NARROW if variant in runs):
+        run = runs[variant][0]
         wide = _reference((*variant[:3], torch.float32), _world_size(shape))
         torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(wide.losses), rtol=0.02, atol=0.02)
 
