@@ -80,10 +80,12 @@ def record_unit(owned: Sequence[OwnedParameter], options: GroupOptions, register
     checksum = torch.zeros((), dtype=torch.int64, device=options.device)
     for item in owned:
         kind = _kind(item.parameter.requires_grad)
-        facts.append((f"parameter {item.fqn}", f"{tuple(item.parameter.shape)} {item.parameter.dtype} {kind}"))
+        cut = options.model_cut(item.parameter, item.fqn)
+        piece = "" if cut is None else f" cut {cut.dim}/{cut.stride}"
+        facts.append((f"parameter {item.fqn}", f"{tuple(item.parameter.shape)} {item.parameter.dtype} {kind}{piece}"))
         if not item.parameter.is_meta:
             checksum = checksum * MULTIPLIER + checksum_of(item.parameter).to(options.device)
-    groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
+    groups = tuple(mesh.get_group(axis) for axis in range(len(options.placements.dp_axes)))
     return UnitRecord(tuple(facts), groups, checksum)
 
 

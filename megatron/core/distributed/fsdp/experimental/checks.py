@@ -20,6 +20,9 @@ from .module import FsdpModule
 from .ownership import is_of_unit, own_modules, owned_parameters
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
 
+TENSOR_PARALLEL_AXIS = "tp"
+"""Name of a mesh's last axis along which parameters are pieces, or the same; data parallelism knows nothing of it."""
+
 
 def check_shardable(modules: Sequence[nn.Module], mixed_precision_policy: MixedPrecisionPolicy | None = None) -> None:
     """Raise what `fully_shard` of these modules, one after another, would raise about them, and change nothing.
@@ -135,16 +138,21 @@ def check_numbers(grad_divisor: Any, gradient_reduction: Any) -> None:
 
 def check_placements(mesh: DeviceMesh, placements: Placements | None) -> Placements:
     """Return placements whose axes are the mesh's, by index; refuse other axes."""
-    indices = tuple(range(mesh.ndim))
+    indices, names = tuple(range(mesh.ndim)), mesh.mesh_dim_names or ()
     if placements is None:
-        everywhere = (Shard(0),) * mesh.ndim
-        return Placements(indices, everywhere, everywhere, everywhere)
-    if placements.dp_axes not in (indices, mesh.mesh_dim_names):
+        data_axes = indices[:-1] if len(names) > 1 and names[-1] == TENSOR_PARALLEL_AXIS else indices
+        everywhere = (Shard(0),) * len(data_axes)
+        return Placements(data_axes, everywhere, everywhere, everywhere)
+    axes = placements.dp_axes
+    count = len(axes)
+    has_other = mesh.ndim == count + 1 and names[count:] == (TENSOR_PARALLEL_AXIS,)
+    if axes not in (indices[:count], names[:count]) or (count != mesh.ndim and not has_other):
         raise ValueError(
             f"fully_shard placements: expected the mesh's axes {mesh.mesh_dim_names or indices}, outer to inner, got "
-            f"{placements.dp_axes}. Name every axis of the mesh, and give `outer` exactly for a mesh of two axes."
+            f"{placements.dp_axes}. Name every axis of the mesh but a last one called {TENSOR_PARALLEL_AXIS!r}, and "
+            "give `outer` exactly for two data-parallel axes."
         )
-    return replace(placements, dp_axes=indices)
+    return replace(placements, dp_axes=indices[:count])
 
 
 def check_schedule(schedule: SchedulePolicy, placements: Placements) -> None:

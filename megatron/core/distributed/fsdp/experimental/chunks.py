@@ -19,8 +19,9 @@ from .layout import Box, boxes
 
 def owned_boxes(geometry: ShardGeometry) -> list[Box]:
     """Return the boxes that hold exactly this rank's elements, in their order; none on a rank without elements."""
-    owned = geometry.owned
-    return boxes(geometry.shape, owned.start, owned.stop)
+    owned, piece, cut = geometry.owned, geometry.piece_shape, geometry.model_cut
+    found = boxes(piece, owned.start, owned.stop)
+    return found if cut is None else [part for box in found for part in cut.boxes(box, piece)]
 
 
 def chunk_list(geometry: ShardGeometry) -> list[ChunkStorageMetadata]:

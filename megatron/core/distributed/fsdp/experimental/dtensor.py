@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .chunks import chunk_list, elements_at, write_items
 from .geometry import ShardGeometry
 from .layout import GroupLayout, TensorSlot
+from .model_cut import ModelCut
 from .operations import (
     ELEMENTWISE,
     attribute_name,
@@ -210,7 +211,7 @@ def shard_dtensor(local: torch.Tensor, geometry: ShardGeometry) -> FsdpDTensor:
     stride = torch.empty(shape, device="meta").stride()
     mesh = geometry.mesh
     dtensor: Any = DTensor.from_local(
-        local, mesh.device_mesh, mesh.placements, run_check=False, shape=shape, stride=stride
+        local, mesh.device_mesh, geometry.placements, run_check=False, shape=shape, stride=stride
     )
     return _mark(dtensor, geometry)
 
@@ -218,8 +219,8 @@ def shard_dtensor(local: torch.Tensor, geometry: ShardGeometry) -> FsdpDTensor:
 def rows_of(tensor: FsdpDTensor, start: int, stop: int) -> FsdpDTensor:
     """Return rows ``[start, stop)`` of a sharded tensor, sharing memory with it; the local part is 1-D."""
     geometry, part = tensor.geometry, tensor.geometry.rows(start, stop)
-    row_numel = geometry.layout.slots[geometry.index].row_numel
-    first = start * row_numel + part.owned.start - geometry.owned.start if part.owned.numel else 0
+    begin = part.layout.slots[0].offset - geometry.layout.slots[geometry.index].offset
+    first = begin + part.owned.start - geometry.owned.start if part.owned.numel else 0
     return shard_dtensor(tensor._local_tensor.detach().view(-1)[first : first + part.owned.numel], part)
 
 
@@ -396,4 +397,4 @@ def _cut_alike(output: DTensor, source: FsdpDTensor) -> bool:
     )
 
 
-torch.serialization.add_safe_globals([shard_dtensor, ShardGeometry, ShardMesh, GroupLayout, TensorSlot])
+torch.serialization.add_safe_globals([shard_dtensor, ShardGeometry, ShardMesh, GroupLayout, TensorSlot, ModelCut])

@@ -26,8 +26,7 @@ def cut_like(value: Any, parameter: FsdpDTensor) -> Any:
         return value
     full = value.full_tensor() if isinstance(value, DTensor) else value
     geometry = parameter.geometry
-    owned = geometry.owned
-    local = full.detach().reshape(-1)[owned.start : owned.stop].to(parameter.device)
+    local = geometry.take(full.detach()).to(parameter.device)
     return shard_dtensor(local.view(parameter._local_tensor.shape), replace(geometry, owner=None))
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .allocator import StorageAllocator
+from .model_cut import ModelCut, find_model_cut
 from .policy import MixedPrecisionPolicy, Placements
 
 GradientReduction = Literal["average", "sum"]
@@ -44,7 +45,7 @@ class GroupOptions:
     """What all groups of one unit share.
 
     Attributes:
-        mesh: data-parallel mesh.
+        mesh: data-parallel axes, then perhaps one of tensor parallelism.
         placements: public placements.
         mixed_precision_policy: dtypes of main weights, gradients and their communication.
         grad_divisor: divides every reduced gradient, after averaging or summing.
@@ -68,6 +69,13 @@ class GroupOptions:
     def allocator_of(self, kind: str) -> StorageAllocator:
         """Return where the buffer called `kind` takes its storage from."""
         return self.lasting_allocator if kind in _LASTING else self.allocator
+
+    def model_cut(self, parameter: nn.Parameter, fqn: str) -> ModelCut | None:
+        """Return how a parameter is a piece of a larger one along the mesh's axis of tensor parallelism."""
+        axis = len(self.placements.dp_axes)
+        if axis == self.mesh.ndim:
+            return None
+        return find_model_cut(parameter, fqn, axis, self.mesh.size(axis), self.mesh.get_local_rank(axis))
 
 
 class GroupContext(Protocol):

@@ -241,9 +241,10 @@ class _Plan:
             for parameter in self.parameters:
                 # What costs more than an attribute is asked once per unit, whose parameters follow one another.
                 geometry = getattr(parameter, "_geometry", None)
-                if geometry is None or geometry.mesh is not last:
-                    last = None if geometry is None else geometry.mesh
-                    here = self.spreads.setdefault(_spread_of(parameter, last), [])
+                lies = None if geometry is None else (geometry.mesh, geometry.model_cut is None)
+                if lies is None or lies != last:
+                    last = lies
+                    here = self.spreads.setdefault(_spread_of(parameter, geometry), [])
                     if hasattr(parameter, "_fsdp_group"):
                         self._owners.append(parameter._fsdp_group)
                 if getattr(parameter, "_local_tensor", parameter).numel():
@@ -277,9 +278,9 @@ class _Plan:
             return found
 
 
-def _spread_of(parameter: torch.Tensor, mesh: Any) -> _Spread:
-    if mesh is not None:
-        return _Spread(mesh.device_mesh, mesh.axes)
+def _spread_of(parameter: torch.Tensor, geometry: Any) -> _Spread:
+    if geometry is not None:
+        return _Spread(geometry.mesh.device_mesh, geometry.sharding_axes)
     if not isinstance(parameter, DTensor):
         return _Spread(None, ())
     axes = tuple(axis for axis, at in enumerate(parameter.placements) if at.is_shard())

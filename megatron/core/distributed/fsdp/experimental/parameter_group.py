@@ -78,7 +78,7 @@ class FsdpParameterGroup:
         self.context: weakref.ref[GroupContext] | None = None
         compute_dtype = originals[0].dtype
         main_dtype = options.mixed_precision_policy.main_dtype(compute_dtype, self.requires_grad)
-        self._mesh = ShardMesh(options.mesh, placements.shard_axes)
+        self._mesh = ShardMesh(options.mesh, placements.shard_axes, len(placements.dp_axes))
         self.layout = plan_layout([tensor.shape for tensor in originals], self._mesh.num_shards)
         self._built_on_meta = frozenset(index for index, tensor in enumerate(originals) if tensor.is_meta)
         self._without_values = set(self._built_on_meta)
@@ -93,7 +93,7 @@ class FsdpParameterGroup:
             self.model_weight = self._buffer("model_weight", flatten(placements.parameter), compute_dtype)
         self.full_weight = self.model_weight
         if gathers:
-            self.full_weight = self._buffer("full_weight", (Replicate(),) * options.mesh.ndim, compute_dtype, True)
+            self.full_weight = self._buffer("full_weight", (Replicate(),) * self._mesh.ndim, compute_dtype, True)
         self.gradients: GroupGradients | None = None
         self._make_parameters(originals)
         if self.requires_grad:
@@ -119,7 +119,7 @@ class FsdpParameterGroup:
         options = self._options
         main_dtype = options.mixed_precision_policy.main_grads_dtype or self.main_weight.dtype
         comm_dtype = options.mixed_precision_policy.grad_comm_dtype or main_dtype
-        pending = (Partial("avg" if options.gradient_reduction == "average" else "sum"),) * options.mesh.ndim
+        pending = (Partial("avg" if options.gradient_reduction == "average" else "sum"),) * self._mesh.ndim
         final = flatten(options.placements.optimizer)
         resting = tuple(
             Flat() if isinstance(at, Shard) else pending[axis] for axis, at in enumerate(options.placements.gradient)
@@ -142,10 +142,10 @@ class FsdpParameterGroup:
         )
 
     def _make_parameters(self, originals: Sequence[nn.Parameter]) -> None:
-        self.sharded_parameters: list[nn.Parameter] = []
-        self.unsharded_parameters: list[nn.Parameter] = []
-        for index, original in enumerate(originals):
-            geometry = ShardGeometry(self.fqns[index], self.layout, index, self._mesh, weakref.ref(self))
+        self.sharded_parameters, self.unsharded_parameters = list[nn.Parameter](), list[nn.Parameter]()
+        for index, (original, fqn) in enumerate(zip(originals, self.fqns, strict=True)):
+            cut = self._options.model_cut(original, fqn)
+            geometry = ShardGeometry(fqn, self.layout, index, self._mesh, weakref.ref(self), cut)
             pieces = self.main_weight.pieces[index], self.full_weight.pieces[index]
             sharded, unsharded = make_pair(original, *pieces, geometry)
             self.sharded_parameters.append(sharded)

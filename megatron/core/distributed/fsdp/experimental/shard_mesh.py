@@ -27,23 +27,25 @@ class ShardMesh:
     2 * i + o. Cut by axis 1 only, it holds both shards of i.
 
     Args:
-        mesh: data-parallel mesh.
+        mesh: data-parallel axes, then perhaps one of tensor parallelism, of which buffers know nothing.
         axes: axes that cut any buffer, most significant first; None means every axis, the innermost first.
+        ndim: data-parallel axes; None means all.
+
+    Attributes:
+        device_mesh: `mesh`.
+        axes: as given, or what None means.
+        ndim: as given, or what None means.
     """
 
-    def __init__(self, mesh: DeviceMesh, axes: Iterable[int] | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh, axes: Iterable[int] | None = None, ndim: int | None = None) -> None:
         self.device_mesh = mesh
-        self.axes = tuple(reversed(range(mesh.ndim))) if axes is None else tuple(axes)
+        self.ndim = mesh.ndim if ndim is None else ndim
+        self.axes = tuple(reversed(range(self.ndim))) if axes is None else tuple(axes)
         self._groups: dict[int, dist.ProcessGroup] = {}
 
     def __reduce__(self) -> Any:
         """Pickle without process groups."""
-        return ShardMesh, (self.device_mesh, self.axes)
-
-    @property
-    def ndim(self) -> int:
-        """Axes of the device mesh."""
-        return self.device_mesh.ndim
+        return ShardMesh, (self.device_mesh, self.axes, self.ndim)
 
     @property
     def num_shards(self) -> int:
@@ -52,8 +54,8 @@ class ShardMesh:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Public placements, one per mesh axis, of a tensor that every axis of `axes` cuts."""
-        return tuple(Shard(0) if axis in self.axes else Replicate() for axis in range(self.ndim))
+        """Public placements, one per axis of the device mesh, of a tensor that every axis of `axes` cuts."""
+        return tuple(Shard(0) if axis in self.axes else Replicate() for axis in range(self.device_mesh.ndim))
 
     def group(self, axis: int) -> dist.ProcessGroup:
         """Return the process group of this rank along an axis."""
