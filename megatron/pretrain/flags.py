@@ -106,6 +106,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="standard deviation of the initial weights",
     )
     add(
+        "--use-cpu-initialization",
+        action="store_true",
+        help="draw whole initial weights on the host and cut them: the same for any tensor parallelism",
+    )
+    add(
         "--transformer-impl",
         type=one_of("local", "transformer_engine"),
         help="default: transformer_engine where it is installed beside CUDA, else local",

@@ -70,9 +70,9 @@ def find_place(environment: Mapping[str, str]) -> Place:
 
 
 def start_process_groups(args: argparse.Namespace, place: Place) -> None:
-    """Initialise torch.distributed and megatron-core's groups, with every rank data-parallel.
+    """Initialise torch.distributed and megatron-core's groups.
 
-    Ranks of one of several optimizer instances are neighbours: of four ranks, 0 and 1, then 2 and 3.
+    Ranks that share layers are neighbours. Ranks of one of several optimizer instances are neighbours: of four ranks, 0 and 1, then 2 and 3.
 
     Args:
         args: Validated arguments.
@@ -114,5 +114,6 @@ def start_process_groups(args: argparse.Namespace, place: Place) -> None:
         device_id=torch.device("cuda", place.local_rank) if backend == "nccl" else None,
     )
     parallel_state.initialize_model_parallel(
-        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
     )

@@ -19,9 +19,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.pretrain.attention import SdpaCoreAttention
+from megatron.pretrain.norm import SequenceParallelNorm
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}
 
@@ -41,7 +43,7 @@ def build_model(args: argparse.Namespace) -> MegatronModule:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model: MegatronModule = GPTModel(
         config=config,
-        transformer_layer_spec=_build_layer_spec(args, uses_te=uses_transformer_engine(args)),
+        transformer_layer_spec=_build_layer_spec(args, config, uses_te=uses_transformer_engine(args)),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
@@ -93,6 +95,9 @@ def _build_config(args: argparse.Namespace) -> TransformerConfig:
         layernorm_epsilon=args.norm_epsilon,
         qk_layernorm=args.qk_layernorm,
         init_method_std=args.init_method_std,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        use_cpu_initialization=args.use_cpu_initialization,
         bf16=args.bf16,
         params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
         pipeline_dtype=torch.bfloat16 if args.bf16 else torch.float32,
@@ -109,12 +114,21 @@ def _build_config(args: argparse.Namespace) -> TransformerConfig:
     )
 
 
-def _build_layer_spec(args: argparse.Namespace, *, uses_te: bool) -> ModuleSpec:
+def _build_layer_spec(
+    args: argparse.Namespace, config: TransformerConfig, *, uses_te: bool
+) -> ModuleSpec | TransformerBlockSubmodules:
     if uses_te:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
     spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
-    return spec
+    if not args.sequence_parallel:
+        return spec
+    # megatron-core's own norm without TransformerEngine and Apex refuses sequence parallelism.
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    if args.qk_layernorm:
+        attention = spec.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
+    return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config), SequenceParallelNorm)
 
 
 def _wrap(

@@ -97,7 +97,13 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
     )
     add("--ddp-bucket-size", type=_count, help="DDP: elements per gradient bucket")
     add("--ddp-average-in-collective", action="store_true", help="DDP: let the reduction average")
-    for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
+    add("--tensor-model-parallel-size", type=_count, default=1, help="ranks that share every layer")
+    add(
+        "--sequence-parallel",
+        action="store_true",
+        help="with tensor parallelism: share norms and dropout along the sequence, too",
+    )
+    for name in ("pipeline-model", "context", "expert-model"):
         add(f"--{name}-parallel-size", type=_count, default=1, help="only 1 for now")
     add(
         "--distributed-backend",

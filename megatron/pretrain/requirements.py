@@ -135,6 +135,11 @@ REQUIREMENTS = (
     ),
     _R(("--nccl-ub",), "--fsdp-trace-pool", lambda a: a.fsdp_trace_pool),
     _R(
+        ("--sequence-parallel",),
+        "--tensor-model-parallel-size above 1",
+        lambda a: a.tensor_model_parallel_size > 1,
+    ),
+    _R(
         ("--outer-dp-sharding-strategy",),
         "--num-distributed-optimizer-instances above 1",
         lambda a: a.num_distributed_optimizer_instances > 1,

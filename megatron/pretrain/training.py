@@ -79,7 +79,7 @@ def build_train_state(
     scheduler = _build_scheduler(args, optimizer)
     config = get_model_config(model)
     config.grad_scale_func = optimizer.scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = _finalize_function(args)
     if args.overlap_grad_reduce or args.use_megatron_fsdp_v2:
         # Without it the wrapper reduces with every microbatch.
         config.no_sync_func = model.no_sync
@@ -319,6 +319,15 @@ def _build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParam
         wsd_decay_steps=None if args.lr_wsd_decay_iters is None else args.lr_wsd_decay_iters * batch,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
+
+
+def _finalize_function(args: argparse.Namespace) -> Any:
+    """Return what makes gradients final at the end of a step."""
+    if args.use_megatron_fsdp_v2:
+        from megatron.core.distributed.fsdp import mcore_fsdp_v2_finalize
+
+        return mcore_fsdp_v2_finalize.finalize_model_grads
+    return finalize_model_grads
 
 
 def _round_learning_rates(optimizer: Any) -> None:

@@ -9,6 +9,7 @@ to the same answer before the first collective. Files are checked by ``data.py``
 import argparse
 
 from megatron.pretrain.checkpoint_flags import complete_checkpoint_flags
+from megatron.pretrain.layouts import check_tensor_parallelism, data_parallel_size
 from megatron.pretrain.requirements import check_requirements, has_files
 from megatron.pretrain.tokenizer import ByteLevelTokenizer, Vocabulary, load_tokenizer, vocabulary_without_tokenizer
 
@@ -18,18 +19,20 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
 
     Args:
         args: From ``parse_arguments``.
-        world_size: Number of ranks; all of them are data-parallel.
+        world_size: Number of ranks.
 
     Raises:
         ValueError: Two values do not fit together, a flag would do nothing, or a tokenizer cannot be loaded.
-        NotImplementedError: A parallelism other than data parallelism.
+        NotImplementedError: A parallelism that is not supported yet.
     """
     check_requirements(args)
     _check_parallelism(args)
-    _check_fsdp(args, world_size)
+    num_copies = data_parallel_size(args, world_size)
+    _check_fsdp(args, num_copies)
     _complete_model(args)
+    check_tensor_parallelism(args)
     _complete_data(args)
-    _complete_batch(args, world_size)
+    _complete_batch(args, num_copies)
     _complete_schedules(args)
     _check_recompute(args)
     _check_profile(args)
@@ -42,23 +45,23 @@ def _fail(what: str, expected: str, found: str, flag: str, cure: str) -> None:
 
 
 def _check_parallelism(args: argparse.Namespace) -> None:
-    for name in ("tensor_model", "pipeline_model", "context", "expert_model"):
+    for name in ("pipeline_model", "context", "expert_model"):
         size = getattr(args, f"{name}_parallel_size")
         if size != 1:
             flag = f"--{name.replace('_', '-')}-parallel-size"
             raise NotImplementedError(
-                f"Parallelism: expected 1, got {size} for {flag}. Drop it: all ranks train data-parallel for now."
+                f"Parallelism: expected 1, got {size} for {flag}. Drop it: it is not supported yet."
             )
 
 
-def _check_fsdp(args: argparse.Namespace, world_size: int) -> None:
+def _check_fsdp(args: argparse.Namespace, num_copies: int) -> None:
     """Check Megatron-FSDP v2's mesh against the ranks, and its dtypes against those of model and reduction."""
     if not args.use_megatron_fsdp_v2:
         return
-    if world_size % args.num_distributed_optimizer_instances:
+    if num_copies % args.num_distributed_optimizer_instances:
         _fail(
             "Optimizer instances",
-            f"a divisor of the {world_size} data-parallel rank(s)",
+            f"a divisor of the {num_copies} data-parallel rank(s)",
             str(args.num_distributed_optimizer_instances),
             "--num-distributed-optimizer-instances",
             "Change it or the number of ranks",
@@ -150,7 +153,7 @@ def _complete_data(args: argparse.Namespace) -> None:
     args.is_byte_corpus = not (args.mock_data or has_files(args))
     _check_split(args)
     args.vocabulary = _find_vocabulary(args)
-    multiple = args.make_vocab_size_divisible_by
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocabulary.num_ids // multiple) * multiple
 
 
@@ -199,14 +202,14 @@ def _check_split(args: argparse.Namespace) -> None:
         )
 
 
-def _complete_batch(args: argparse.Namespace, world_size: int) -> None:
-    per_step = args.micro_batch_size * world_size
+def _complete_batch(args: argparse.Namespace, num_copies: int) -> None:
+    per_step = args.micro_batch_size * num_copies
     if args.global_batch_size is None:
         args.global_batch_size = per_step
     if args.global_batch_size % per_step:
         _fail(
             "Batch size",
-            f"a multiple of {per_step} (--micro-batch-size {args.micro_batch_size} x {world_size} data-parallel ranks)",
+            f"a multiple of {per_step} (--micro-batch-size {args.micro_batch_size} x {num_copies} data-parallel ranks)",
             str(args.global_batch_size),
             "--global-batch-size",
             "Change one of the three",

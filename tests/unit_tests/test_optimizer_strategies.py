@@ -518,10 +518,10 @@ def _stats_groups() -> None:
     chunk = _chunk(layout)
     mesh = chunk.module.net.layers[0].weight.device_mesh
     intra = ours.parallel_state.get_intra_distributed_optimizer_instance_group()
-    assert ours._grad_stats_group(None, [chunk]) is intra
+    assert chunk.model_group is intra
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ours.parallel_state, "get_intra_distributed_optimizer_instance_group", lambda: mesh.get_group(1))
-        assert ours._grad_stats_group(None, [chunk]) is dist.group.WORLD
+        assert chunk.model_group is dist.group.WORLD
         optimizer = get_megatron_optimizer(optimizer_config(), [chunk])
     _backward(chunk, 0)
     gradients = torch.cat([gradient.flatten() for gradient in full_gradients(chunk).values()]).double()

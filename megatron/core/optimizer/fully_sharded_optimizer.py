@@ -105,7 +105,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=self.device)
         self.grad_norms_by_group: dict[str, float] = {}
         # Without it the base class would reduce statistics over model parallelism only: a norm of one shard.
-        self.grad_stats_parallel_group = model_chunks[0].data_parallel_group
+        self.grad_stats_parallel_group = model_chunks[0].model_group
         self._known_statistics: GradientStatistics | None = None
         self._wide_gradients = WideGradients()
         self._check_ownership()
@@ -331,19 +331,5 @@ def get_megatron_optimizer(
         )
     base = base_optimizer(config, param_groups, model_chunks[0].device)
     optimizer = FullyShardedOptimizer(base, config, grad_scaler_of(config), None, model_chunks)
-    optimizer.grad_stats_parallel_group = _grad_stats_group(pg_collection, model_chunks)
     optimizer.tp_group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
     return optimizer
-
-
-def _grad_stats_group(pg_collection: ProcessGroupCollection | None, model_chunks: list[MegatronModule]) -> Any:
-    """Return the group over which gradients are counted.
-
-    That of one optimizer instance holds all model-parallel ranks, and all data-parallel ones unless there are several
-    instances, i.e. an outer data-parallel axis: its ranks hold some of the copies or shards only.
-    """
-    group = getattr(pg_collection, "intra_dist_opt", None)
-    if group is None:
-        group = parallel_state.get_intra_distributed_optimizer_instance_group()
-    everybody = model_chunks[0].data_parallel_group
-    return everybody if group.size() < everybody.size() else group

@@ -23,9 +23,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core import parallel_state
 from megatron.core.distributed.fsdp.experimental import (
     FsdpContext,
     FsdpModule,
@@ -45,6 +43,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     schedule_policy,
     shard_placements,
 )
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import data_parallel_mesh, find_group, whole_model_group
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_units import find_units, join_units, resolve_classes
 
 __all__ = ["DistributedDataParallelConfig", "FullyShardedDataParallel", "is_fully_sharded"]
@@ -68,8 +67,8 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
             What they do not contain (embedding, head, final norm) is the root unit's.
         disable_bucketing: make the whole chunk one unit.
         device: device of the shards; None means the current accelerator, or the host without one.
-        pg_collection: process groups (`dp_cp`; with several instances `intra_dp_cp` and `inter_dist_opt` as well);
-            None means megatron-core's global ones.
+        pg_collection: process groups (`dp_cp`; with several instances `intra_dp_cp` and `inter_dist_opt`, with tensor
+            parallelism `tp` and `intra_dist_opt` as well); None means megatron-core's global ones.
 
     Raises:
         NotImplementedError: a parallel layout or a config field that FSDP v2 does not support yet.
@@ -103,13 +102,18 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         }
         check_fused_gradients(config, options["mixed_precision_policy"], module)
         target = _default_device() if device is None else torch.device(device)
-        mesh = _data_parallel_mesh(ddp_config.num_distributed_optimizer_instances, pg_collection, target.type)
+        tensor_parallel_size = config.tensor_model_parallel_size
+        mesh = data_parallel_mesh(
+            ddp_config.num_distributed_optimizer_instances, pg_collection, target.type, tensor_parallel_size
+        )
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config
         self.device = target
         self.force_all_reduce = False
-        self.data_parallel_group = _group(pg_collection, "dp_cp")
-        self._has_replicas = any(at.is_replicate() for at in options["placements"].optimizer)
+        self.data_parallel_group = find_group(pg_collection, "dp_cp")
+        self._pg_collection = pg_collection
+        has_copies = any(at.is_replicate() for at in options["placements"].optimizer)
+        self._has_replicas = has_copies or tensor_parallel_size > 1
         self._has_whole_gradients = all(at.is_replicate() for at in options["placements"].optimizer)
         memory = {
             "use_symmetric_memory": getattr(ddp_config, "nccl_ub", False),
@@ -128,6 +132,11 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         self.fsdp_context: FsdpContext = context
         for parameter in self.module.parameters():
             parameter.__fsdp_param__ = True
+
+    @property
+    def model_group(self) -> torch.distributed.ProcessGroup:
+        """The process group of all ranks whose gradients make one norm."""
+        return whole_model_group(self._pg_collection, self.config.tensor_model_parallel_size)
 
     def fsdp_units(self) -> Iterator[FsdpModule]:
         """Yield the chunk's units in forward order."""
@@ -180,7 +189,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         if self._has_replicas:
             # A norm is summed over shards, so that a replica alone would not know what has happened to another.
             votes = is_bad.to(self.device, torch.int32)
-            torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, group=self.data_parallel_group)
+            torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, group=self.model_group)
             is_bad = votes.bool()
         if not bool(is_bad):
             return
@@ -268,7 +277,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         """Do nothing: each unit knows by itself which weights it has gathered (megatron-core 0.19 calls this)."""
 
     def sync_rng_states_across_tp_group(self) -> None:
-        """Do nothing: tensor parallelism, whose ranks would have to agree, is refused."""
+        """Do nothing: initial values were computed before the chunk was wrapped."""
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Return main weights and buffers as ``fsdp_dtensor`` checkpoints name them: ``module.`` before every name.
@@ -305,48 +314,3 @@ def _default_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _group(pg_collection: ProcessGroupCollection | None, name: str) -> Any:
-    """Return the collection's process group of this name, or megatron-core's global one; None if it has none."""
-    group = getattr(pg_collection, name, None)
-    if group is not None:
-        return group
-    if name == "inter_dist_opt":
-        return parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-    is_partial = name == "intra_dp_cp"
-    return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=is_partial)
-
-
-def _data_parallel_mesh(
-    num_instances: int, pg_collection: ProcessGroupCollection | None, device_type: str
-) -> DeviceMesh:
-    """Return the mesh of all data-parallel ranks: one axis, or (instances, ranks of one instance).
-
-    Example: four ranks in two instances have inner groups [0, 1] and [2, 3], outer groups [0, 2] and [1, 3].
-
-    Raises:
-        ValueError: process groups that are not those of so many instances; on every rank, without communication.
-    """
-    whole = _group(pg_collection, "dp_cp")
-    if num_instances == 1:
-        return DeviceMesh.from_group(whole, device_type, mesh_dim_names=("dp_cp",))
-    ranks = torch.distributed.get_process_group_ranks(whole)
-    if len(ranks) % num_instances:
-        raise ValueError(
-            f"num_distributed_optimizer_instances: expected a divisor of the data-parallel size {len(ranks)}, got "
-            f"{num_instances}. Change --num-distributed-optimizer-instances or the number of ranks."
-        )
-    rows = torch.tensor(ranks).view(num_instances, -1)
-    place = whole.rank()
-    expected = (rows[:, place % rows.shape[1]].tolist(), rows[place // rows.shape[1]].tolist())
-    groups = [_group(pg_collection, name) for name in ("inter_dist_opt", "intra_dp_cp")]
-    found = tuple(None if group is None else torch.distributed.get_process_group_ranks(group) for group in groups)
-    if found != expected:
-        raise ValueError(
-            f"num_distributed_optimizer_instances={num_instances}: expected process groups inter_dist_opt and "
-            f"intra_dp_cp of ranks {expected[0]} and {expected[1]}, got {found[0]} and {found[1]}. Call "
-            f"initialize_model_parallel(num_distributed_optimizer_instances={num_instances}), or pass such groups in "
-            "pg_collection."
-        )
-    return DeviceMesh.from_group(groups, device_type, mesh=rows, mesh_dim_names=("dp_outer", "dp_inner"))

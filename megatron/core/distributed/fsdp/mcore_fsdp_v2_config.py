@@ -92,11 +92,9 @@ _HONOURED = frozenset(
 
 _STRATEGIES = {"data_parallel_sharding_strategy": STRATEGIES, "outer_dp_sharding_strategy": OUTER_STRATEGIES}
 _PARALLEL_SIZES = {
-    "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
 }
 _UNSUPPORTED_MODEL_FLAGS = {
     "defer_embedding_wgrad_compute": "no --defer-embedding-wgrad-compute",
@@ -113,6 +111,11 @@ _UNSUPPORTED_MODEL_FLAGS = {
 
 def check_model_config(config: TransformerConfig) -> None:
     """Refuse a model layout or feature that FSDP v2 does not compose with yet."""
+    if getattr(config, "num_moe_experts", None) and config.tensor_model_parallel_size > 1:
+        raise NotImplementedError(
+            f"Megatron-FSDP v2 num_moe_experts: expected tensor_model_parallel_size 1 with experts, got "
+            f"{config.tensor_model_parallel_size}; they do not compose yet. Set --tensor-model-parallel-size 1."
+        )
     for name, supported in _PARALLEL_SIZES.items():
         size = getattr(config, name, None)
         if size not in (None, supported):

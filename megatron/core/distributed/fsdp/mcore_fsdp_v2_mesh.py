@@ -1,0 +1,108 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""The device meshes of a Megatron-Core chunk, made of megatron-core's own process groups, without communication.
+
+[Note: ranks as a grid]
+megatron-core numbers ranks as a grid: along each kind of parallelism the number of a rank grows by a fixed stride. So
+the rank at (i, j) of two kinds is that at i of one, plus that at j of the other, less this one's own. What ranks make
+of it is compared before they communicate (agreement.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core import parallel_state
+
+TENSOR_PARALLEL_AXIS = "tp"
+
+
+def find_group(pg_collection: ProcessGroupCollection | None, name: str) -> Any:
+    """Return the collection's process group of this name, or megatron-core's global one; None if it has none."""
+    group = getattr(pg_collection, name, None)
+    if group is not None:
+        return group
+    if name == "inter_dist_opt":
+        return parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    if name == "intra_dist_opt":
+        return parallel_state.get_intra_distributed_optimizer_instance_group()
+    if name == "tp":
+        return parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    is_partial = name == "intra_dp_cp"
+    return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=is_partial)
+
+
+def data_parallel_mesh(
+    num_instances: int, pg_collection: ProcessGroupCollection | None, device_type: str, tensor_parallel_size: int
+) -> DeviceMesh:
+    """Return the mesh over which dense parameters lie.
+
+    Its axes are that of all data-parallel ranks, or (instances, ranks of one instance), and with tensor parallelism a
+    last one for that. Example: four ranks in two instances have inner groups [0, 1] and [2, 3], outer groups [0, 2] and
+    [1, 3].
+
+    Raises:
+        ValueError: process groups that are not those of so many instances or ranks; on every rank, without
+            communication.
+    """
+    whole = find_group(pg_collection, "dp_cp")
+    ranks = torch.tensor(dist.get_process_group_ranks(whole))
+    groups, names = [whole], ["dp_cp"]
+    if num_instances > 1:
+        groups, names = _instances(num_instances, pg_collection, whole), ["dp_outer", "dp_inner"]
+        ranks = ranks.view(num_instances, -1)
+    if tensor_parallel_size > 1:
+        group = find_group(pg_collection, "tp")
+        size = 1 if group is None else group.size()
+        if size != tensor_parallel_size:
+            raise ValueError(
+                f"tensor_model_parallel_size: expected the size {size} of the process group tp, got "
+                f"{tensor_parallel_size} in the model's config. Call initialize_model_parallel with the same size."
+            )
+        beside = torch.tensor(dist.get_process_group_ranks(group)) - dist.get_rank()
+        ranks = ranks.unsqueeze(-1) + beside
+        groups, names = [*groups, group], [*names, TENSOR_PARALLEL_AXIS]
+    if len(groups) == 1:
+        return DeviceMesh.from_group(whole, device_type, mesh_dim_names=("dp_cp",))
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(names))
+
+
+def whole_model_group(pg_collection: ProcessGroupCollection | None, tensor_parallel_size: int) -> dist.ProcessGroup:
+    """Return the group of all ranks that hold a part of the model or of a copy of it.
+
+    That of one optimizer instance holds all model-parallel ranks, and all data-parallel ones unless there are several
+    instances, whose ranks hold some of the copies or shards only.
+    """
+    group = find_group(pg_collection, "intra_dist_opt")
+    whole = find_group(pg_collection, "dp_cp")
+    if group.size() >= whole.size() * tensor_parallel_size:
+        return group
+    return whole if tensor_parallel_size == 1 else dist.group.WORLD
+
+
+def _instances(num_instances: int, pg_collection: ProcessGroupCollection | None, whole: Any) -> list[Any]:
+    """Return the process groups (across instances, within this one), if they are those of so many instances."""
+    ranks = dist.get_process_group_ranks(whole)
+    if len(ranks) % num_instances:
+        raise ValueError(
+            f"num_distributed_optimizer_instances: expected a divisor of the data-parallel size {len(ranks)}, got "
+            f"{num_instances}. Change --num-distributed-optimizer-instances or the number of ranks."
+        )
+    rows = torch.tensor(ranks).view(num_instances, -1)
+    place = whole.rank()
+    expected = (rows[:, place % rows.shape[1]].tolist(), rows[place // rows.shape[1]].tolist())
+    groups = [find_group(pg_collection, name) for name in ("inter_dist_opt", "intra_dp_cp")]
+    found = tuple(None if group is None else dist.get_process_group_ranks(group) for group in groups)
+    if found != expected:
+        raise ValueError(
+            f"num_distributed_optimizer_instances={num_instances}: expected process groups inter_dist_opt and "
+            f"intra_dp_cp of ranks {expected[0]} and {expected[1]}, got {found[0]} and {found[1]}. Call "
+            f"initialize_model_parallel(num_distributed_optimizer_instances={num_instances}), or pass such groups in "
+            "pg_collection."
+        )
+    return groups
