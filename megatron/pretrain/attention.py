@@ -3,10 +3,12 @@
 """Core attention for megatron-core's local layers on torch's scaled_dot_product_attention.
 
 It runs on CPU and CUDA without TransformerEngine and never holds the [sequence, sequence] scores
-where torch has a fused kernel. It knows neither packed sequences, context parallelism nor an
-additive bias.
+where torch has a fused kernel. Where context parallelism has cut the sequence, it gathers keys and
+values. It knows neither packed sequences nor an additive bias.
 """
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.pretrain.context_parallel import causal_attention
 
 
 class SdpaCoreAttention(MegatronModule):
@@ -26,8 +30,8 @@ class SdpaCoreAttention(MegatronModule):
         attention_type: Unused.
         attention_dropout: Overrides the config's.
         softmax_scale: Overrides 1 / sqrt(head width).
-        cp_comm_type: Unused: no context parallelism.
-        pg_collection: Unused: heads are local.
+        cp_comm_type: Unused: keys and values are gathered.
+        pg_collection: Gives the group of context parallelism; heads are local.
     """
 
     def __init__(
@@ -42,7 +46,8 @@ class SdpaCoreAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        del layer_number, attention_type, cp_comm_type, pg_collection
+        del layer_number, attention_type, cp_comm_type
+        self.context_group = None if config.context_parallel_size == 1 else pg_collection.cp
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
@@ -89,17 +94,25 @@ class SdpaCoreAttention(MegatronModule):
             )
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-        arguments: dict[str, Any] = {
-            "attn_mask": None if attention_mask is None else ~attention_mask,
-            "is_causal": attention_mask is None and mask_type is AttnMaskType.causal,
-            "dropout_p": dropout,
-            "scale": self.softmax_scale,
-            "enable_gqa": k.size(1) != q.size(1),
-        }
-        if dropout > 0.0:
-            # Tensor-parallel ranks hold different heads, so they must draw different masks.
-            with get_cuda_rng_tracker().fork():
-                context = torch.nn.functional.scaled_dot_product_attention(q, k, v, **arguments)
+        is_causal = attention_mask is None and mask_type is AttnMaskType.causal
+        if self.context_group is not None:
+            if not is_causal:
+                raise NotImplementedError(
+                    "Attention: expected a causal mask with context parallelism, got another one. Use "
+                    "--context-parallel-size 1."
+                )
+            attend = partial(causal_attention, q, k, v, self.context_group, dropout, self.softmax_scale)
         else:
-            context = torch.nn.functional.scaled_dot_product_attention(q, k, v, **arguments)
+            attend = partial(
+                torch.nn.functional.scaled_dot_product_attention,
+                *(q, k, v),
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                is_causal=is_causal,
+                dropout_p=dropout,
+                scale=self.softmax_scale,
+                enable_gqa=k.size(1) != q.size(1),
+            )
+        # Tensor-parallel ranks hold different heads, so they must draw different masks.
+        with get_cuda_rng_tracker().fork() if dropout > 0.0 else nullcontext():
+            context = attend()
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)

@@ -19,8 +19,9 @@ import torch
 
 CPU = torch.device("cpu")
 
-# Modules of megatron-core that create tensors with a literal device="cuda".
+# Modules of megatron-core that create tensors with a literal device="cuda", or in memory that CUDA pins.
 _MODULES_WITH_CUDA_LITERALS = (
+    "models.common.embeddings.rope_utils",
     "optimizer.clip_grads",
     "optimizer.grad_scaler",
     "optimizer.optimizer",
@@ -137,6 +138,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return create

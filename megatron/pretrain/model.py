@@ -97,6 +97,7 @@ def _build_config(args: argparse.Namespace) -> TransformerConfig:
         init_method_std=args.init_method_std,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
+        context_parallel_size=args.context_parallel_size,
         use_cpu_initialization=args.use_cpu_initialization,
         bf16=args.bf16,
         params_dtype=torch.bfloat16 if args.bf16 else torch.float32,

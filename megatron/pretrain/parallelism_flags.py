@@ -103,7 +103,8 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with tensor parallelism: share norms and dropout along the sequence, too",
     )
-    for name in ("pipeline-model", "context", "expert-model"):
+    add("--context-parallel-size", type=_count, default=1, help="ranks that share every sequence")
+    for name in ("pipeline-model", "expert-model"):
         add(f"--{name}-parallel-size", type=_count, default=1, help="only 1 for now")
     add(
         "--distributed-backend",

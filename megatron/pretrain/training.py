@@ -25,7 +25,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
@@ -210,7 +210,7 @@ def _run_schedule(
 
 
 def _forward_step(args: argparse.Namespace, data: Iterator[Batch], model: MegatronModule) -> Any:
-    batch = next(data)
+    batch = get_batch_on_this_cp_rank(next(data))
     token_losses = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
     return token_losses, partial(_sum_losses, args, batch["loss_mask"])
 

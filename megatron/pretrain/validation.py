@@ -9,7 +9,7 @@ to the same answer before the first collective. Files are checked by ``data.py``
 import argparse
 
 from megatron.pretrain.checkpoint_flags import complete_checkpoint_flags
-from megatron.pretrain.layouts import check_tensor_parallelism, data_parallel_size
+from megatron.pretrain.layouts import check_context_parallelism, check_tensor_parallelism, data_parallel_size
 from megatron.pretrain.requirements import check_requirements, has_files
 from megatron.pretrain.tokenizer import ByteLevelTokenizer, Vocabulary, load_tokenizer, vocabulary_without_tokenizer
 
@@ -31,6 +31,7 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
     _check_fsdp(args, num_copies)
     _complete_model(args)
     check_tensor_parallelism(args)
+    check_context_parallelism(args)
     _complete_data(args)
     _complete_batch(args, num_copies)
     _complete_schedules(args)
@@ -45,7 +46,7 @@ def _fail(what: str, expected: str, found: str, flag: str, cure: str) -> None:
 
 
 def _check_parallelism(args: argparse.Namespace) -> None:
-    for name in ("pipeline_model", "context", "expert_model"):
+    for name in ("pipeline_model", "expert_model"):
         size = getattr(args, f"{name}_parallel_size")
         if size != 1:
             flag = f"--{name.replace('_', '-')}-parallel-size"
