@@ -43,14 +43,14 @@ def collect(state: TrainState, iteration: int, rank: int) -> dict[str, Any]:
     """
     args = state.args
     collected: dict[str, Any] = {
-        "model": names.model_keys(state.model),
+        "model": names.model_keys(state.chunks[0]),
         _ARGS: plain_arguments(args, iteration),
         "checkpoint_version": VERSION,
         _ITERATION: iteration,
         "num_floating_point_operations_so_far": 0,
     }
     if not args.no_save_optim:
-        collected["optimizer"] = names.optimizer_keys(state.optimizer, state.model)
+        collected["optimizer"] = names.optimizer_keys(state.optimizer, state.chunks[0])
         collected[_SCHEDULER.rstrip(".")] = state.scheduler.state_dict()
     if not args.no_save_rng:
         collected["rng_state"] = {"(0, 0)": {str(rank): _rng_state()}}
@@ -98,9 +98,9 @@ class FsdpDtensorSource:
         others = {key for key in opened.keys if not opened.is_tensor(key) or names.is_extra_state(key)}
         others |= set(_begin_with(opened.keys, _RNG.partition(".")[0]))
         with self._ranks.together(f"load of {self.path}"):
-            tensors = names.find_model(state.model, opened.keys)
+            tensors = names.find_model(state.chunks[0], opened.keys)
             if loads_optimizer:
-                tensors |= names.find_optimizer(state.optimizer, state.model, opened.keys)
+                tensors |= names.find_optimizer(state.optimizer, state.chunks[0], opened.keys)
             else:
                 others |= set(_begin_with(opened.keys, names.STATE))
         opened.check(tensors, strict=True, others=others)
@@ -110,7 +110,7 @@ class FsdpDtensorSource:
         with self._ranks.together(f"load of {self.path}"):
             if loads_optimizer:
                 with keeping_bounds(state):
-                    names.load_settings(state.optimizer, state.model, settings)
+                    names.load_settings(state.optimizer, state.chunks[0], settings)
                 saved = {key.removeprefix(_SCHEDULER): value for key, value in schedule.items()}
                 load_schedule(state.scheduler, saved, self.path)
         if loads_rng:

@@ -62,7 +62,7 @@ class TorchDistSource:
             CheckpointError: It is one of another model, optimizer or schedule, or its generators are asked for; on
                 every rank.
         """
-        chunk, common = state.model, self._saved.common
+        chunk, common = state.chunks[0], self._saved.common
         states: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         with self._ranks.together(f"load of {self.path}"):
@@ -123,7 +123,7 @@ def write_torch_dist(
         ranks.first(lambda: held.enter_context(being_written(staging)), what)
         sharded: dict[str, Any] = {}
         with ranks.together(what):
-            model = state.model.sharded_state_dict(metadata=_METADATA)
+            model = state.chunks[0].sharded_state_dict(metadata=_METADATA)
             sharded = {
                 "model": model,
                 "args": plain_arguments(state.args, iteration),

@@ -188,7 +188,7 @@ def build(what: str, args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) 
         return vars(training._build_optimizer(args, None))
     if what == "scheduler":
         return dict(training._build_scheduler(args, None).keywords)
-    config, ddp_config, chunk = model.build_model(args).words
+    config, ddp_config, chunk = model.build_model(args)[0].words
     return {"config": vars(config), "ddp": vars(ddp_config), "model": chunk.keywords}[what]
 
 

@@ -92,7 +92,6 @@ _HONOURED = frozenset(
 
 _STRATEGIES = {"data_parallel_sharding_strategy": STRATEGIES, "outer_dp_sharding_strategy": OUTER_STRATEGIES}
 _PARALLEL_SIZES = {
-    "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 1,
 }
 _UNSUPPORTED_MODEL_FLAGS = {
