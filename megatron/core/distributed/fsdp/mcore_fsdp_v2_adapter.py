@@ -44,6 +44,11 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     shard_placements,
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import data_parallel_mesh, find_group, whole_model_group
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import (
+    check_equal_shards,
+    find_shared_weights,
+    set_apart,
+)
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_units import find_units, join_units, resolve_classes
 
 __all__ = ["DistributedDataParallelConfig", "FullyShardedDataParallel", "is_fully_sharded"]
@@ -127,10 +132,13 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         check_shardable(
             [*(unit for run in reversed(joined) for unit in run), module], options["mixed_precision_policy"]
         )
+        set_apart(find_shared_weights(module, pg_collection))
         with fully_shard_context(self.device, **memory) as context:
             for run in [*reversed(joined), [module]]:
                 fully_shard(run, mesh, **options)
         self.fsdp_context: FsdpContext = context
+        self.shared_weights = find_shared_weights(module, pg_collection)
+        check_equal_shards(self.shared_weights, pg_collection)
         for parameter in self.module.parameters():
             parameter.__fsdp_param__ = True
 
