@@ -116,6 +116,8 @@ def _build_config(args: argparse.Namespace) -> TransformerConfig:
         # With several chunks two neighbours may send to each other at once, in an order that only this matches.
         overlap_p2p_comm=num_chunks(args) > 1,
         batch_p2p_comm=num_chunks(args) == 1,
+        # With several chunks a send may still read what would be freed.
+        deallocate_pipeline_outputs=num_chunks(args) == 1,
         context_parallel_size=args.context_parallel_size,
         use_cpu_initialization=args.use_cpu_initialization,
         bf16=args.bf16,
