@@ -74,8 +74,8 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
 
     Raises:
         NotImplementedError: a config field that FSDP v2 does not support.
-        ValueError: chunks that FSDP v2 does not wrap, parameters that are not theirs, fp16 without a loss scaler, or
-            a base optimizer or dtypes that do not fit a precision-aware config.
+        ValueError: chunks that FSDP v2 does not wrap or whose configs differ, parameters that are not theirs, fp16
+            without a loss scaler, or a base optimizer or dtypes that do not fit a precision-aware config.
     """
 
     def __init__(
@@ -118,6 +118,11 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
             raise ValueError(
                 f"FullyShardedOptimizer model_chunks: expected chunks wrapped by Megatron-FSDP v2, got {foreign}. "
                 "Wrap every chunk with mcore_fsdp_v2_adapter.FullyShardedDataParallel."
+            )
+        if any(chunk.ddp_config != model_chunks[0].ddp_config for chunk in model_chunks):
+            raise ValueError(
+                "FullyShardedOptimizer model_chunks: expected chunks wrapped with equal data-parallel configs, got "
+                f"different ones for {len(model_chunks)} chunks. Wrap all of them with the same config."
             )
         check_config(config)
 

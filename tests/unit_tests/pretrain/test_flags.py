@@ -145,6 +145,7 @@ ELSEWHERE = {
     "--distributed-backend",
     "--distributed-timeout-minutes",
     *(f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context", "expert-model")),
+    *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
     *("--log-json", "--tensorboard-dir", "--tensorboard-log-interval", "--plot"),
     *("--profile-schedule", "--profile-step-start", "--profile-step-end"),
     *CHECKPOINT_FLAGS,

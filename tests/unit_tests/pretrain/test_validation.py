@@ -102,7 +102,7 @@ def test_values_that_do_not_fit_together_are_refused(line: str, message: str) ->
     assert re.fullmatch(r"[\w -]+: expected .+, got .+ for --[\w-]+\. .+\.", str(error.value))
 
 
-@pytest.mark.parametrize("name", ["tensor-model", "pipeline-model", "context", "expert-model"])
+@pytest.mark.parametrize("name", ["expert-model"])
 def test_other_parallelisms_are_a_known_limit(name: str) -> None:
     assert checked(f"--{name}-parallel-size 1")
     with pytest.raises(NotImplementedError, match=f"expected 1, got 2 for --{name}-parallel-size"):

@@ -39,6 +39,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     check_ddp_config,
     check_fused_gradients,
     check_model_config,
+    check_pipeline,
     mixed_precision_policy,
     schedule_policy,
     shard_placements,
@@ -91,6 +92,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         check_model_config(config)
+        check_pipeline(config)
         check_ddp_config(ddp_config)
         if disable_bucketing and fsdp_unit_modules:
             raise ValueError(
