@@ -75,6 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "initial_values": {"dtensor", "parameter_group"},
     "unit": {"device", "parameter_group", "indexed_order", "policy"},
+    "communicators": {"parameter_group", "placement", "unit"},
     "reductions": {"device", "gradients", "unit"},
     "agreement": {"checksum", "collectives", "group_options", "unit"},
     "learnt_order": {"indexed_order", "unit"},
@@ -84,6 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {
         "agreement",
         "backward_task",
+        "communicators",
         "context_memory",
         "device",
         "indexed_order",

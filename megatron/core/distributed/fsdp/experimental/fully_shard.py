@@ -52,6 +52,7 @@ def fully_shard_context(
     use_symmetric_memory: bool = False,
     unify_communication_stream: bool = False,
     trace_pool: bool = False,
+    separate_communicators: bool = False,
 ) -> Iterator[FsdpContext]:
     """Build roots that share streams, prefetch orders and the microbatch flag; ready to run after the block.
 
@@ -62,11 +63,14 @@ def fully_shard_context(
         unify_communication_stream: see `FsdpContext`.
         trace_pool: keep memory that lives and dies inside a step in places that do not change, planned from a recorded
             iteration; gradients keep their memory, too. See `ContextMemory`.
+        separate_communicators: see `FsdpContext`.
 
     Raises:
         RuntimeError: another `fully_shard_context` block is open.
-        ValueError: `trace_pool` without a unit that could use it, or `use_symmetric_memory` without `trace_pool`.
-        NotImplementedError: `use_symmetric_memory` on the host, or with an older torch.
+        ValueError: `trace_pool` without a unit that could use it, `use_symmetric_memory` without `trace_pool`, or
+            `separate_communicators` without effect.
+        NotImplementedError: `use_symmetric_memory` on the host, or with an older torch; `separate_communicators` over a
+            mesh without some ranks of the program.
     """
     if _active_context.get() is not None:
         raise RuntimeError(
@@ -77,6 +81,7 @@ def fully_shard_context(
         use_symmetric_memory=use_symmetric_memory,
         unify_communication_stream=unify_communication_stream,
         trace_pool=trace_pool,
+        separate_communicators=separate_communicators,
     )
     token = _active_context.set(context)
     try:
@@ -143,6 +148,7 @@ def fully_shard(
         allocator=context.allocator,
         lasting_allocator=default_allocator,
         keeps_gradient_memory=context.keeps_gradients(schedule.static_gradients),
+        separate_communicators=context.communicators.is_separate,
     )
     _attach(modules, context, absorbed, owned, options, schedule, register_hooks)
     return module

@@ -21,6 +21,7 @@ import torch
 
 from .agreement import Agreement, UnitRecord, check_units
 from .backward_task import PostBackward, at_end_of_backward, current_backward, is_in_backward
+from .communicators import Communicators
 from .context_memory import ContextMemory
 from .device import Stream, current_stream, is_capturing, new_stream, profile_range, random_state, set_random_state
 from .indexed_order import IndexedOrder
@@ -40,6 +41,11 @@ class FsdpContext(ContextMemory):
         unify_communication_stream: let all-gathers and reductions share one stream, which overlaps less and holds less
             memory at a time.
         trace_pool: see `ContextMemory`.
+        separate_communicators: gather weights in process groups of their own, so that NCCL does not let a reduction
+            wait for a gather that was issued before it; each costs NCCL's buffers. See communicators.py.
+
+    Raises:
+        ValueError: `separate_communicators` with `unify_communication_stream`.
     """
 
     def __init__(
@@ -48,8 +54,10 @@ class FsdpContext(ContextMemory):
         use_symmetric_memory: bool = False,
         unify_communication_stream: bool = False,
         trace_pool: bool = False,
+        separate_communicators: bool = False,
     ) -> None:
         self.device = device
+        self.communicators = Communicators(separate_communicators, unify_communication_stream)
         self.use_symmetric_memory = use_symmetric_memory
         self.unify_communication_stream = unify_communication_stream
         self.allgather_stream: Stream = new_stream(device, "all_gather")
@@ -126,6 +134,7 @@ class FsdpContext(ContextMemory):
         self.initialize_values()
         recorded = [unit for unit in self.forward_order if id(unit) in self._records]
         check_units([(unit, self._records[id(unit)]) for unit in recorded], self.device)
+        self.communicators.separate_gathers(self.units())
         agreement = Agreement([self._records[id(unit)] for unit in recorded], self.device)
         capturing = partial(is_capturing, self.device)
         self.learnt_order = LearntOrder(self.forward_order, self.backward_order, agreement, capturing)
