@@ -59,7 +59,7 @@ class ContextMemory:
     allocator: StorageAllocator
     pool: TracePool | None
     units: Callable[[], list[Unit]]
-    reshard: Callable[[Unit], None]
+    reshard: Callable[..., None]
 
     def _set_up_memory(
         self, device: torch.device, own_streams: Sequence[Stream], symmetric: bool, trace_pool: bool

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ from .parameter_group import FsdpParameterGroup
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
 from .replaced import retire
 from .schedule import FsdpContext
+from .secondary_shard import SecondarilyShardedGroup
 from .step_guard import watch_steps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
@@ -101,7 +103,7 @@ def fully_shard(
     *,
     gradient_reduction: GradientReduction = "average",
     schedule_policy: SchedulePolicy | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     register_hooks: bool = True,
 ) -> ModuleT:
     """Make `module` a unit: shard the parameters that no unit inside it owns, in place.
@@ -126,16 +128,16 @@ def fully_shard(
     Raises:
         TypeError: an argument of the wrong kind.
         ValueError: arguments that do not fit each other, or parameters that cannot be sharded.
+        NotImplementedError: a number for `reshard_after_forward` where several axes shard the parameters.
         RuntimeError: the module is a unit already, or its context is closed.
     """
     modules = check_modules(module, register_hooks)
     check_types(mesh, placements, mixed_precision_policy, schedule_policy)
     check_numbers(grad_divisor, gradient_reduction)
     policy = mixed_precision_policy or MixedPrecisionPolicy()
-    schedule = merge_schedule(schedule_policy, reshard_after_forward)
     mesh = mesh or _default_mesh()
     placements = check_placements(mesh, placements)
-    check_schedule(schedule, placements)
+    schedule = check_schedule(merge_schedule(schedule_policy, reshard_after_forward), placements, mesh)
     owned = _owned_parameters(modules, policy)
     context, absorbed = _join_context(modules[0], mesh)
     options = GroupOptions(
@@ -172,9 +174,11 @@ def _attach(
     module, *followers = modules
     label = f"{type(module).__name__}#{len(context.units())}"
     record = record_unit(owned, options, register_hooks)
-    groups = tuple(
-        FsdpParameterGroup(members, options, label, index) for index, members in enumerate(group_parameters(owned))
+    reshard = schedule_policy.reshard_after_forward
+    make_group: Callable[..., FsdpParameterGroup] = (
+        partial(SecondarilyShardedGroup, num_ranks=reshard) if type(reshard) is int else FsdpParameterGroup
     )
+    groups = tuple(make_group(members, options, label, index) for index, members in enumerate(group_parameters(owned)))
     for item in owned:
         retire(item.parameter, item.fqn, label)
     for member in modules:
