@@ -188,6 +188,8 @@ IDLE = [
     "--cuda-graph-warmup-steps 2 --use-megatron-fsdp-v2",
     "--megatron-fsdp-static-gradients --fsdp-trace-pool --use-megatron-fsdp-v2",
     "--fsdp-trace-pool",
+    "--create-all-gather-group",
+    "--create-all-gather-group --data-parallel-sharding-strategy optim --use-megatron-fsdp-v2",
     "--nccl-ub --use-megatron-fsdp-v2",
     "--megatron-fsdp-main-params-dtype fp32",
     "--megatron-fsdp-main-grads-dtype fp32",
