@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from megatron.core.distributed.fsdp.experimental import graph
+from megatron.core.distributed.fsdp.experimental import graph, unit_graph
 
 
 class _WithoutValues(TorchDispatchMode):
@@ -31,7 +32,7 @@ class _WithoutValues(TorchDispatchMode):
 class RepeatingDevice:
     """Captures by calling; the first replay finds the work done, later ones do it again into the same outputs."""
 
-    def __init__(self, device: torch.device, generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator], what: str, instead: str) -> None:
         self.device = device
 
     def run(self, function: Callable[[], Any]) -> Any:
@@ -47,16 +48,41 @@ class RepeatingDevice:
         except BaseException:
             torch.set_rng_state(random_state)
             raise
-        is_fresh = True
+        is_fresh, records = True, torch.is_grad_enabled()
 
         def replay() -> None:
             nonlocal is_fresh
             if not is_fresh:
-                pairs = zip(tree_flatten(outputs)[0], tree_flatten(function())[0], strict=True)
+                with torch.set_grad_enabled(records):
+                    values = function()
+                pairs = zip(tree_flatten(outputs)[0], tree_flatten(values)[0], strict=True)
                 with torch.no_grad():
                     for static, value in pairs:
-                        static.copy_(value)
+                        if static is not None:
+                            static.copy_(value)
             is_fresh = False
+
+        return replay, outputs
+
+
+class ClobberingDevice(RepeatingDevice):
+    """Writes over what later captures have left, whenever a graph is replayed, as kernels in a shared pool may."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._outputs: list[list[torch.Tensor]] = []
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Call the function and return what repeats it."""
+        repeat, outputs = super().capture(function)
+        self._outputs.append([value for value in tree_flatten(outputs)[0] if isinstance(value, torch.Tensor)])
+        number = len(self._outputs)
+
+        def replay() -> None:
+            for value in itertools.chain.from_iterable(self._outputs[number:]):
+                with torch.no_grad():
+                    value.fill_(float("nan") if value.is_floating_point() else 1)
+            repeat()
 
         return replay, outputs
 
@@ -64,5 +90,8 @@ class RepeatingDevice:
 @contextmanager
 def graphs_on_the_host() -> Iterator[None]:
     """Let the host stand in for a device with CUDA graphs inside the block."""
-    with patch.object(graph, "graph_device", RepeatingDevice):
+    with (
+        patch.object(graph, "graph_device", RepeatingDevice),
+        patch.object(unit_graph, "graph_device", ClobberingDevice),
+    ):
         yield
