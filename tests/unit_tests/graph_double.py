@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from megatron.core.distributed.fsdp.experimental import graph, unit_graph
+from megatron.core.distributed.fsdp.experimental import context_graphs, graph
 
 
 class _WithoutValues(TorchDispatchMode):
@@ -64,6 +64,9 @@ class RepeatingDevice:
 
         return replay, outputs
 
+    def renew(self) -> None:
+        """Do nothing: what has been captured shares no memory with what comes."""
+
 
 class ClobberingDevice(RepeatingDevice):
     """Writes over what later captures have left, whenever a graph is replayed, as kernels in a shared pool may."""
@@ -75,16 +78,21 @@ class ClobberingDevice(RepeatingDevice):
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Call the function and return what repeats it."""
         repeat, outputs = super().capture(function)
-        self._outputs.append([value for value in tree_flatten(outputs)[0] if isinstance(value, torch.Tensor)])
-        number = len(self._outputs)
+        all_outputs = self._outputs
+        all_outputs.append([value for value in tree_flatten(outputs)[0] if isinstance(value, torch.Tensor)])
+        number = len(all_outputs)
 
         def replay() -> None:
-            for value in itertools.chain.from_iterable(self._outputs[number:]):
+            for value in itertools.chain.from_iterable(all_outputs[number:]):
                 with torch.no_grad():
                     value.fill_(float("nan") if value.is_floating_point() else 1)
             repeat()
 
         return replay, outputs
+
+    def renew(self) -> None:
+        """Forget earlier captures."""
+        self._outputs = []
 
 
 @contextmanager
@@ -92,6 +100,6 @@ def graphs_on_the_host() -> Iterator[None]:
     """Let the host stand in for a device with CUDA graphs inside the block."""
     with (
         patch.object(graph, "graph_device", RepeatingDevice),
-        patch.object(unit_graph, "graph_device", ClobberingDevice),
+        patch.object(context_graphs, "graph_device", ClobberingDevice),
     ):
         yield

@@ -113,7 +113,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hooks": {"boundary", "compiling", "module", "phase"},
     "unit_recording": {"allocator", "graph_values", "hooks", "parameter_group"},
     "unit_graph": {"allocator", "graph_device", "graph_values", "unit_recording"},
-    "context_graphs": {"unit_graph"},
+    "context_graphs": {"graph_device", "unit_graph"},
     "graphed_forward": {
         "backward_task",
         "compiling",

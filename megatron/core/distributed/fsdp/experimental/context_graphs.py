@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .graph_device import graph_device
 from .unit_graph import GraphOrder, UnitGraph
 
 PATIENCE = 8
@@ -33,11 +34,12 @@ class ContextGraphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._place = device
         self._patience, self._num_refused, self._is_due = PATIENCE, 0, False
         self._tables: list[dict[Hashable, UnitGraph]] = []
         self._num_captures = self._num_replays = 0
-        self.order = GraphOrder(device)
+        self._device = graph_device(device, (), "fully_shard cuda_graph", "Leave it out; results are the same.")
+        self.order = GraphOrder(self._device, device)
 
     @property
     def num_captures(self) -> int:
@@ -61,8 +63,9 @@ class ContextGraphs:
         for table in self._tables:
             table.clear()
         self._num_captures, self._num_replays = self.num_captures, self.num_replays
-        # Another pool: somebody may still hold memory of this one.
-        self.order = GraphOrder(self._device)
+        # Somebody may still hold memory of the old pool.
+        self._device.renew()
+        self.order = GraphOrder(self._device, self._place)
         self._is_due = False
 
     def ask_for_drop(self, is_certain: bool) -> None:
@@ -83,14 +86,13 @@ class ContextGraphs:
         if self._is_due and not self.order.is_pending:
             self.drop()
 
-    def in_place(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor through which a new graph can read another one's output where it is; None for any other."""
-        address = tensor.untyped_storage().data_ptr()
-        for graph in self._graphs():
-            for index, output in enumerate(graph.outputs):
-                if tensor.numel() and output.untyped_storage().data_ptr() == address:
-                    return graph.share(index, tensor)
-        return None
+    def may_replay(self, graph: UnitGraph) -> bool:
+        """Return whether a forward may be replayed now."""
+        if self.order.may_replay(graph):
+            return True
+        if self.order.pending_generation != graph.generation:
+            self.ask_for_drop(is_certain=False)
+        return False
 
     def _graphs(self) -> Iterator[UnitGraph]:
         return (graph for table in self._tables for graph in table.values())

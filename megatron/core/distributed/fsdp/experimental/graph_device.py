@@ -22,6 +22,10 @@ class GraphDevice(Protocol):
         """Return what replays the work that `function` issues, and what it returned; executes none of that work."""
         ...
 
+    def renew(self) -> None:
+        """Let later captures take their memory from a pool of their own."""
+        ...
+
 
 class CudaGraphDevice:
     """CUDA graphs of one device, which share one memory pool.
@@ -64,6 +68,11 @@ class CudaGraphDevice:
                 generator.graphsafe_set_state(state)
             raise
         return graph.replay, result
+
+    def renew(self) -> None:
+        """Let later captures take their memory from a pool of their own."""
+        # The stream stays: libraries keep memory for each one that they have seen.
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 def graph_device(device: torch.device, generators: Sequence[torch.Generator], what: str, instead: str) -> GraphDevice:

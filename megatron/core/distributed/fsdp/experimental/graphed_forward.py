@@ -8,7 +8,7 @@ It runs inside the unit's hooks, so that weights are gathered before it and grad
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def graph_forward(unit: Any) -> None:
     unit.register_post_backward_hook(runner.count_backward)
 
 
-def has_graphs(module: nn.Module) -> bool:
+def has_graphs(module: Any) -> bool:
     """Return whether a unit has been built with ``cuda_graph=True``."""
     return isinstance(vars(module).get("forward"), GraphedForward)
 
@@ -83,6 +83,8 @@ class GraphedForward(ForwardRunner):
         return (
             torch.is_grad_enabled()
             and not is_in_backward()
+            # None where somebody calls forward past the unit's hooks.
+            and unit._fsdp_open_call is not None
             # Checkpoints and offloading decide about tensors that a graph keeps where they are.
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
             and not is_capturing(unit.context.device)
@@ -97,18 +99,18 @@ class GraphedForward(ForwardRunner):
             self._context, self._graphs = unit.context, graphs.table()
         graphs.settle()
         graph, stamp = self._graphs.get(key), self._stamp(unit)
+        if graph is not None and not _is_same(graph.stamp, stamp):
+            graphs.ask_for_drop(is_certain=True)
+            graphs.settle()
+            graph = None
         if graph is not None:
-            if len(graph.stamp) != len(stamp) or not all(map(_is_same, graph.stamp, stamp)):
-                graphs.ask_for_drop(is_certain=True)
-                return None
-            return graph if graphs.order.may_replay(graph) and graph.takes(tensors) else None
-        if not self._is_due(key):
+            return graph if graphs.may_replay(graph) and graph.takes(tensors) else None
+        if key in self._graphs or not self._is_due(key):
             return None
         if len(self._graphs) >= MAX_KINDS or not graphs.order.may_capture():
             graphs.ask_for_drop(is_certain=False)
             return None
-        shared = [graphs.in_place(tensor) for tensor in tensors]
-        graph = UnitGraph(unit, run_forward, args, kwargs, tensors, shared, graphs.order, stamp)
+        graph = UnitGraph(unit, run_forward, args, kwargs, tensors, graphs.order, stamp)
         self._graphs[key] = graph
         return graph
 
@@ -145,13 +147,14 @@ class GraphedForward(ForwardRunner):
 
     def _stamp(self, unit: Any) -> list[object]:
         """Return what makes a graph of the unit useless when it changes."""
-        pool = unit.context.pool
+        num_moves = unit.context.pool.num_moves if any(group.gathers for group in unit.parameter_groups) else 0
         buffers = [buffer for module in (unit, *unit._fsdp_inner_modules) for buffer in module._buffers.values()]
-        return [pool and pool.num_moves, unit._fsdp_version()[1], vars(self).get("forward"), *buffers]
+        return [num_moves, unit._fsdp_version()[1], vars(self).get("forward"), *buffers]
 
 
-def _is_same(old: object, new: object) -> bool:
-    return old is new or (type(old) is int and old == new)
+def _is_same(old: Sequence[object], new: Sequence[object]) -> bool:
+    # Numbers by value, tensors by identity.
+    return len(old) == len(new) and all(a is b or (type(a) is int and a == b) for a, b in zip(old, new, strict=True))
 
 
 def run_forward(unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

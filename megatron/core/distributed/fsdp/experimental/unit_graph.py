@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""`UnitGraph`: CUDA graphs of one unit's forward and backward, for one kind of inputs, and the order of all graphs.
+"""`UnitGraph`: CUDA graphs of one unit's forward and backward for one kind of inputs; `GraphOrder`: who may come when.
 
-Which calls are replayed is graphed_forward.py's; gathers, reductions and hooks are outside and know of none.
+Which calls are replayed is graphed_forward.py's; gathers, reductions and hooks are outside and know of no graphs.
 
 [Note: one forward at a time]
 A graph's activations are in one place. From a replay of the forward on they belong to the autograd node that the
@@ -14,23 +14,23 @@ whatever later captures have left, and is right only while nobody needs that. Gr
 forwards, then their backwards, so that all activations of a generation lie apart from what its backwards write. A
 forward may be replayed while those before it in its own generation wait for their backward, and no others.
 
-[Note: outputs that are read where they are]
-An output leaves as a copy, unless another unit's graph reads it where it is. Its memory is written again only when
-nobody holds it: an eager reader does, and so does the node of a graph that has read it, until its backward. Writes in
-place are found by torch's own version counters, as for all that is saved for backward.
+[Note: inputs that are not copied]
+Outputs leave as copies, which are the caller's own. A unit that is called with such a copy, unchanged, reads the
+original, which saves memory for each unit. No replay has written over that yet if all since have come in the order of
+their captures (a run), and none will while the reader waits for its backward.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from .allocator import num_storage_uses
-from .graph_device import FailedCaptureError, GraphDevice, capture, graph_device
-from .graph_values import apart, rebuild
+from .graph_device import FailedCaptureError, GraphDevice, capture
+from .graph_values import rebuild
 from .unit_recording import Run, SharedMemory, UnitRecording
 
 
@@ -43,7 +43,6 @@ class UnitGraph:
         args: of the forward.
         kwargs: of the forward.
         tensors: those in the arguments.
-        shared: for each of them, through what it is read where it is; None to read a copy.
         order: of all graphs in the pool.
         stamp: what else the graphs depend on; kept alive.
 
@@ -52,8 +51,6 @@ class UnitGraph:
         name: the unit's.
         generation: see [Note: the order of replays].
         number: of the forward, in the order of captures.
-        outputs: static ones, each on a Storage of its own.
-        num_uses: of these Storages while nobody else holds an output.
 
     Raises:
         RuntimeError: the forward does what no graph can hold.
@@ -66,19 +63,18 @@ class UnitGraph:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: Sequence[torch.Tensor],
-        shared: Sequence[torch.Tensor | None],
         order: GraphOrder,
         stamp: Sequence[object],
     ) -> None:
         self.name: str = unit.name
         self._order = order
         self.stamp = stamp
-        self.generation, self.number = order.begin_generation()
-        self._reads = [each is not None for each in shared]
-        inputs = [_static(*pair) for pair in zip(tensors, shared, strict=True)]
+        self.generation, self.number = order.begin_capture()
+        self._originals = [order.original(tensor) for tensor in tensors]
+        inputs = [_static(*pair) for pair in zip(tensors, self._originals, strict=True)]
         self._recording = UnitRecording(unit, run, args, kwargs, inputs, order.memory)
         try:
-            self._replay_forward, outputs = self._capture(self._recording.forward, "forward")
+            self._replay_forward, self._outputs = self._capture(self._recording.forward, "forward")
             problem = self._recording.problem()
             if problem is not None:
                 raise RuntimeError(
@@ -89,27 +85,9 @@ class UnitGraph:
         except BaseException:
             self._recording.close()
             raise
-        self.outputs = [apart(output) for output in outputs]
-        self.num_uses = [num_storage_uses(output) for output in self.outputs]
-        self._is_read = [False] * len(outputs)
-        self._saves = [self._recording.saves(output) for output in outputs]
         self._needs = [output.requires_grad for output in self._recording.outputs]
         self._replay_backward: Callable[[], None] | None = None
         self._gradients: list[torch.Tensor | None] = []
-        self._is_new = True
-
-    def share(self, index: int, given: torch.Tensor) -> torch.Tensor:
-        """Return a tensor through which another graph can read an output where it is, for good.
-
-        Args:
-            index: of the output.
-            given: the output as it has come there.
-        """
-        before = num_storage_uses(given)
-        shared = apart(given)
-        self.num_uses[index] += num_storage_uses(given) - before
-        self._is_read[index] = True
-        return shared
 
     def close(self) -> None:
         """Let the unit's weights look as without graphs."""
@@ -128,11 +106,10 @@ class UnitGraph:
         return captured
 
     def takes(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether inputs that are read where they are lie there."""
+        """Return whether the inputs whose originals are read are copies of these."""
         return all(
-            tensor.data_ptr() == static.data_ptr()
-            for tensor, static, is_read in zip(tensors, self._recording.inputs, self._reads, strict=True)
-            if is_read
+            original is None or self._order.original(tensor) is original
+            for tensor, original in zip(tensors, self._originals, strict=True)
         )
 
     def __call__(self, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Any:
@@ -143,27 +120,20 @@ class UnitGraph:
             weights: what is to look as if somebody would read it until the backward.
         """
         use = _Use(self, weights)
-        self._order.note(use)
         outputs = _Replayed.apply(use, self._order.anchor, *tensors)  # type: ignore[no-untyped-call]
+        self._order.note(use, outputs, self._outputs)
         return rebuild(self._recording.result, iter(outputs))
 
     def forward(self, context: Any, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Replay the forward and say what has to stay until the backward; outside of autograd."""
-        for tensor, static, is_read in zip(tensors, self._recording.inputs, self._reads, strict=True):
-            if not is_read:
+        """Replay the forward; outside of autograd."""
+        for tensor, static, original in zip(tensors, self._recording.inputs, self._originals, strict=True):
+            if original is None:
                 static.copy_(tensor, non_blocking=True)
         self._replay_forward()
         self._order.num_replays += 1
-        # Whether somebody reads an output where it is shows when that one is captured.
-        stays = [is_read or self._is_new for is_read in self._is_read]
-        self._is_new = False
-        # `data` gives each use its own version counter.
-        given = [out.data if stay else out.clone() for out, stay in zip(self.outputs, stays, strict=True)]
-        held = [tensor for tensor, is_read in zip(tensors, self._reads, strict=True) if is_read]
-        held += [out for out, *is_held in zip(given, self._saves, stays, strict=True) if all(is_held)]
-        context.save_for_backward(*held)
+        given = tuple([output.clone() for output in self._outputs])
         context.mark_non_differentiable(*(out for out, needs in zip(given, self._needs, strict=True) if not needs))
-        return tuple(given)
+        return given
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
         """Replay the backward; return the inputs' gradients."""
@@ -186,9 +156,10 @@ class UnitGraph:
                     f"captured, got one of output {index}, too. Use it in the first loss, or build this unit without "
                     "cuda_graph."
                 )
+        self._order.end_run()
         if is_new:
             self._order.end_generation()
-            self._replay_backward, _ = self._capture(lambda: recording.backward(self._gradients), "backward")
+            self._replay_backward, _ = self._capture(partial(recording.backward, self._gradients), "backward")
         assert self._replay_backward is not None, "captured above"
         self._replay_backward()
         self._order.num_replays += 1
@@ -198,8 +169,8 @@ class UnitGraph:
         return (None if place is None else place.clone() for place in recording.input_gradients)
 
 
-def _static(tensor: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
-    static = tensor.detach().clone() if shared is None else shared
+def _static(tensor: torch.Tensor, original: torch.Tensor | None) -> torch.Tensor:
+    static = tensor.detach().clone() if original is None else original.detach()
     return static.requires_grad_(tensor.requires_grad)
 
 
@@ -229,7 +200,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor | None) -> Any:
         """Replay the backward."""
-        # torch refuses here what was written in place since, and a second backward.
+        # torch refuses here a second backward.
         context.saved_tensors  # noqa: B018
         use: _Use = context.use
         if torch._C._autograd._get_current_graph_task_keep_graph():
@@ -250,46 +221,61 @@ class _Life:
     def __init__(self, use: _Use) -> None:
         self._use = weakref.ref(use)
         self.generation, self.number = use.graph.generation, use.graph.number
-        self._outputs, self._num_uses = use.graph.outputs, use.graph.num_uses
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a backward may come."""
-        use = self._use()
-        return use is not None and not use.is_over
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody needs what it has left."""
-        return not self.is_pending and [num_storage_uses(output) for output in self._outputs] == self._num_uses
+        """Whether no backward can come any more."""
+        use = self._use()
+        return use is None or use.is_over
+
+
+class _Copy:
+    """An output as a caller has got it; weak, since its memory is the caller's."""
+
+    def __init__(self, tensor: torch.Tensor, original: torch.Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._version = tensor._version
+        self.original = original
+
+    def is_same(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is the copy or a view of all of it, and nobody has written it."""
+        copy = self._tensor()
+        return (
+            copy is not None
+            and (tensor is copy or tensor._base is copy)
+            and tensor._version == self._version
+            and tensor.data_ptr() == copy.data_ptr()
+            and tensor.shape == copy.shape
+            and tensor.stride() == copy.stride()
+            and tensor.dtype == copy.dtype
+        )
 
 
 class GraphOrder:
     """Which graphs of one pool may be captured and replayed now; see [Note: the order of replays].
 
     Args:
-        device: of the context.
+        device: captures and replays.
+        place: the context's device.
 
     Attributes:
-        device: captures and replays.
+        device: as given.
         memory: what the graphs share.
         anchor: an input that needs a gradient, so that every replayed forward has a backward.
         num_captures: how many graphs have been captured.
         num_replays: how many replays there were.
-
-    Raises:
-        NotImplementedError: the device has no CUDA graphs.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        instead = "Leave it out there; results are the same."
-        self.device: GraphDevice = graph_device(device, (), "fully_shard cuda_graph", instead)
-        self.memory = SharedMemory(device)
-        self.anchor = torch.empty(0, device=device, requires_grad=True)
+    def __init__(self, device: GraphDevice, place: torch.device) -> None:
+        self.device = device
+        self.memory = SharedMemory(place)
+        self.anchor = torch.empty(0, device=place, requires_grad=True)
         view: Any = self.anchor.expand_as(self.anchor)
         self._anchor_node = view.grad_fn.next_functions[0][0]
         self._lives: list[_Life] = []
+        self._copies: list[_Copy] = []
         self._generation, self._is_open, self._num_forwards = 0, False, 0
+        self._last_replayed = 0
         self.num_captures = self.num_replays = 0
 
     @property
@@ -300,7 +286,13 @@ class GraphOrder:
     @property
     def is_pending(self) -> bool:
         """Whether a backward may come."""
-        return any(life.is_pending for life in self._lives)
+        return not all(life.is_over for life in self._lives)
+
+    @property
+    def pending_generation(self) -> int:
+        """The generation of the forward that was replayed last and waits for its backward; -1 for none."""
+        last = self._last()
+        return -1 if last is None else last.generation
 
     def _last(self) -> _Life | None:
         # Below one that is not over there may be some that are; they count when it has gone.
@@ -318,7 +310,7 @@ class GraphOrder:
         last = self._last()
         return last is None or (last.generation == self._generation and self._is_open)
 
-    def begin_generation(self) -> tuple[int, int]:
+    def begin_capture(self) -> tuple[int, int]:
         """Return the generation of a forward that is about to be captured, and its number."""
         if not self._is_open:
             self._generation, self._is_open = self._generation + 1, True
@@ -329,6 +321,19 @@ class GraphOrder:
         """Note that a backward is about to be captured."""
         self._is_open = False
 
-    def note(self, use: _Use) -> None:
-        """Note that a forward is replayed."""
+    def note(self, use: _Use, outputs: Sequence[torch.Tensor], originals: Sequence[torch.Tensor]) -> None:
+        """Note that a forward has been replayed, and what its caller gets."""
         self._lives.append(_Life(use))
+        number = use.graph.number
+        if number <= self._last_replayed:
+            self.end_run()
+        self._last_replayed = number
+        self._copies += map(_Copy, outputs, originals)
+
+    def end_run(self) -> None:
+        """Note that replays do not go on in the order of captures, so that any may have written over outputs."""
+        self._copies.clear()
+
+    def original(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the output that a tensor is a copy of, if a graph can read that instead; None for any other tensor."""
+        return next((copy.original for copy in reversed(self._copies) if copy.is_same(tensor)), None)

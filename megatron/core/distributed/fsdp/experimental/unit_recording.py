@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .allocator import num_storage_uses
-from .graph_values import apart, flatten, rebuild
+from .graph_values import UnknownValueError, apart, flatten, rebuild
 from .hooks import kept_tensors
 from .parameter_group import FsdpParameterGroup
 
@@ -181,8 +181,13 @@ class UnitRecording:
         self._memory = memory
         self._kept: list[torch.Tensor] = []
         self._versions: list[int] = []
+        self._buffers: list[torch.Tensor] = []
         self.result: Any = None
         self.outputs: list[torch.Tensor] = []
+        self._input_places = [
+            memory.like(f"input {index}", tensor) if tensor.requires_grad else None
+            for index, tensor in enumerate(inputs)
+        ]
         self.input_gradients: list[torch.Tensor | None] = [None] * len(inputs)
 
     def close(self) -> None:
@@ -195,6 +200,7 @@ class UnitRecording:
         unit = self._unit()
         kept = self._kept = []
         self._versions = [tensor._version for tensor in self.inputs]
+        self._buffers = list(unit.buffers())
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             # A backward that is captured once frees what it has read; replays read it again.
@@ -208,7 +214,12 @@ class UnitRecording:
         finally:
             unit._fsdp_open_call = call
         outputs: list[torch.Tensor] = []
-        flatten(self.result, outputs)
+        try:
+            flatten(self.result, outputs)
+        except UnknownValueError as error:
+            raise TypeError(
+                f"output of unit {unit.name}: expected tensors in tuples, lists and dicts, got {error}"
+            ) from error
         foreign = {_address(tensor) for tensor in (*self.inputs, *self._weights(), *unit.buffers())}
         # What a caller gets must be memory that nobody but this graph writes.
         self.outputs = [output.clone() if _address(output) in foreign else output for output in outputs]
@@ -225,11 +236,9 @@ class UnitRecording:
             return "lists or dicts in its arguments that it has changed"
         if [tensor._version for tensor in self.inputs] != self._versions:
             return "an input that it writes in place"
+        if any(a is not b for a, b in zip(unit.buffers(), self._buffers, strict=True)):
+            return "buffers that it replaces instead of writing them"
         return None
-
-    def saves(self, output: torch.Tensor) -> bool:
-        """Return whether the backward reads an output."""
-        return any(_address(tensor) == _address(output) for tensor in self._kept)
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run the backward of the last forward. Captured.
@@ -242,7 +251,8 @@ class UnitRecording:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))  # type: ignore[arg-type]
         for index, tensor in enumerate(self.inputs):
             if tensor.grad is not None:
-                place = self.input_gradients[index] = self._memory.like(f"input {index}", tensor)
+                place = self.input_gradients[index] = self._input_places[index]
+                assert place is not None, "it needs a gradient"
                 place.copy_(tensor.grad)
                 tensor.grad = None
 
