@@ -74,8 +74,7 @@ class GraphedForward(ForwardRunner):
             tensors: list[torch.Tensor] = []
             graph = self._find(unit, args, kwargs, tensors)
             if graph is not None:
-                weights = [group.full_weight.local.detach() for group in unit.parameter_groups if group.gathers]
-                return graph(tensors, weights)
+                return graph(tensors)
         return run_forward(unit, args, kwargs)
 
     def _is_training(self, unit: Any) -> bool:

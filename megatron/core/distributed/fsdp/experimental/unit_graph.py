@@ -112,15 +112,14 @@ class UnitGraph:
             for tensor, original in zip(tensors, self._originals, strict=True)
         )
 
-    def __call__(self, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Any:
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Replay the forward.
 
         Args:
             tensors: the inputs, like those of the capture.
-            weights: what is to look as if somebody would read it until the backward.
         """
-        use = _Use(self, weights)
-        outputs = _Replayed.apply(use, self._order.anchor, *tensors)  # type: ignore[no-untyped-call]
+        use, parameters = _Use(self, self._recording.views_of_weights()), self._recording.trainable
+        outputs = _Replayed.apply(use, len(parameters), *parameters, *tensors)  # type: ignore[no-untyped-call]
         self._order.note(use, outputs, self._outputs)
         return rebuild(self._recording.result, iter(outputs))
 
@@ -135,8 +134,13 @@ class UnitGraph:
         context.mark_non_differentiable(*(out for out, needs in zip(given, self._needs, strict=True) if not needs))
         return given
 
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
-        """Replay the backward; return the inputs' gradients."""
+    def backward(self, gradients: Sequence[torch.Tensor | None], wants_weights: bool) -> Iterator[torch.Tensor | None]:
+        """Replay the backward; return the inputs' gradients.
+
+        Args:
+            gradients: of the outputs.
+            wants_weights: whether gradients of weights are asked for; ``torch.autograd.grad`` of others does not.
+        """
         memory, recording = self._order.memory, self._recording
         if all(gradient is None for gradient in gradients):
             return iter([None] * len(recording.inputs))
@@ -163,7 +167,7 @@ class UnitGraph:
         assert self._replay_backward is not None, "captured above"
         self._replay_backward()
         self._order.num_replays += 1
-        if self._order.wants_weights:
+        if wants_weights:
             recording.lend_gradients()
         # Autograd may keep them while the next graph writes its own.
         return (None if place is None else place.clone() for place in recording.input_gradients)
@@ -188,31 +192,36 @@ class _Use:
 
 
 class _Replayed(torch.autograd.Function):
-    """Stands in the caller's autograd graph for a unit's forward."""
+    """Stands in the caller's autograd graph for a unit's forward.
+
+    The weights are inputs so that a weight that other calls have used, too, waits for all of them, as without graphs.
+    """
 
     @staticmethod
-    def forward(context: Any, use: _Use, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(context: Any, use: _Use, num_weights: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Replay the forward."""
-        context.use = use
+        context.use, context.num_weights = use, num_weights
         context.set_materialize_grads(False)
-        return use.graph.forward(context, tensors)
+        return use.graph.forward(context, tensors[num_weights:])
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor | None) -> Any:
         """Replay the backward."""
         # torch refuses here a second backward.
         context.saved_tensors  # noqa: B018
-        use: _Use = context.use
+        use, num_weights = context.use, context.num_weights
         if torch._C._autograd._get_current_graph_task_keep_graph():
             raise NotImplementedError(
                 f"backward of unit {use.graph.name}: expected retain_graph=False with cuda_graph=True, got True: the "
                 "next forward writes over what a second backward would read. Add the losses up, or build this unit "
                 "without cuda_graph."
             )
-        found = [None, None, *use.graph.backward(gradients)]
+        wants = num_weights > 0 and torch._C._will_engine_execute_node(context.next_functions[0][0])
+        found = [*use.graph.backward(gradients, wants)]
         use.end()
         del context.use
-        return tuple(found)
+        # Gradients of weights are in `.grad` already.
+        return None, None, *[None] * num_weights, *found
 
 
 class _Life:
@@ -261,7 +270,6 @@ class GraphOrder:
     Attributes:
         device: as given.
         memory: what the graphs share.
-        anchor: an input that needs a gradient, so that every replayed forward has a backward.
         num_captures: how many graphs have been captured.
         num_replays: how many replays there were.
     """
@@ -269,19 +277,11 @@ class GraphOrder:
     def __init__(self, device: GraphDevice, place: torch.device) -> None:
         self.device = device
         self.memory = SharedMemory(place)
-        self.anchor = torch.empty(0, device=place, requires_grad=True)
-        view: Any = self.anchor.expand_as(self.anchor)
-        self._anchor_node = view.grad_fn.next_functions[0][0]
         self._lives: list[_Life] = []
         self._copies: list[_Copy] = []
         self._generation, self._is_open, self._num_forwards = 0, False, 0
         self._last_replayed = 0
         self.num_captures = self.num_replays = 0
-
-    @property
-    def wants_weights(self) -> bool:
-        """Whether the running backward asks for gradients of weights; ``torch.autograd.grad`` of others does not."""
-        return bool(torch._C._will_engine_execute_node(self._anchor_node))
 
     @property
     def is_pending(self) -> bool:

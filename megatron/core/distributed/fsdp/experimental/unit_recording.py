@@ -152,6 +152,7 @@ class UnitRecording:
 
     Attributes:
         inputs: as given.
+        trainable: the unit's full parameters that need a gradient.
         result: what the forward returned, for its containers.
         outputs: the tensors in it, with their history.
         input_gradients: where the backward leaves them; None for an input that needs or gets none.
@@ -172,6 +173,7 @@ class UnitRecording:
         self._args, self._kwargs = rebuild((args, kwargs), iter(inputs))
         self._written: set[int] = set()
         self._parameters = [each for group in unit.parameter_groups for each in group.unsharded_parameters]
+        self.trainable = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._places = memory.gradients(self._parameters)
         places = iter(self._places)
         self._stand_ins = [
@@ -255,6 +257,11 @@ class UnitRecording:
                 assert place is not None, "it needs a gradient"
                 place.copy_(tensor.grad)
                 tensor.grad = None
+
+    def views_of_weights(self) -> list[torch.Tensor]:
+        """Return new views of gathered weights, which look to a pool as what autograd saves of them."""
+        groups = (stand_ins.group for stand_ins in self._stand_ins)
+        return [group.full_weight.local.detach() for group in groups if group.gathers]
 
     def lend_gradients(self) -> None:
         """Let the unit's full parameters have the gradients that a backward has left."""
