@@ -60,11 +60,12 @@ class GraphedForward(ForwardRunner):
         self._context: Any = None
         self._graphs: dict[Hashable, UnitGraph] = {}
         self._seen: dict[Hashable, int] = {}
-        self._num_backwards = 0
+        self._num_backwards, self._last_backward = 0, -1
 
     def count_backward(self, unit: FsdpModule) -> None:
-        """Note that a backward of the unit has ended."""
-        self._num_backwards += 1
+        """Note that a backward of the unit has ended; several calls in one loss count once, so that all units agree."""
+        self._num_backwards += unit.backward_task != self._last_backward
+        self._last_backward = unit.backward_task
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
