@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +32,8 @@ class _WithoutValues(TorchDispatchMode):
 class RepeatingDevice:
     """Captures by calling; the first replay finds the work done, later ones do it again into the same outputs."""
 
+    watches_values = True
+
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator], what: str, instead: str) -> None:
         self.device = device
 
@@ -43,7 +45,7 @@ class RepeatingDevice:
         """Call the function and return what repeats it."""
         random_state = torch.get_rng_state()
         try:
-            with _WithoutValues():
+            with _WithoutValues() if self.watches_values else nullcontext():
                 outputs = function()
         except BaseException:
             torch.set_rng_state(random_state)
@@ -96,10 +98,14 @@ class ClobberingDevice(RepeatingDevice):
 
 
 @contextmanager
-def graphs_on_the_host() -> Iterator[None]:
-    """Let the host stand in for a device with CUDA graphs inside the block."""
+def graphs_on_the_host(watches_values: bool = True) -> Iterator[None]:
+    """Let the host stand in for a device with CUDA graphs inside the block.
+
+    torch compiles nothing while values are watched, and what is compiled may round otherwise.
+    """
     with (
         patch.object(graph, "graph_device", RepeatingDevice),
         patch.object(context_graphs, "graph_device", ClobberingDevice),
+        patch.object(RepeatingDevice, "watches_values", watches_values),
     ):
         yield
