@@ -70,31 +70,64 @@ class RepeatingDevice:
         """Do nothing: what has been captured shares no memory with what comes."""
 
 
+class _Leaving(TorchDispatchMode):
+    """Remembers the memory that operations have taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {_address(value) for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)}
+        for value in tree_flatten(result)[0]:
+            if isinstance(value, torch.Tensor) and _address(value) not in given:
+                self.made.append(value.detach())
+        return result
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class ClobberingDevice(RepeatingDevice):
     """Writes over what later captures have left, whenever a graph is replayed, as kernels in a shared pool may."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._outputs: list[list[torch.Tensor]] = []
+        self._left: list[list[torch.Tensor]] = []
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Call the function and return what repeats it."""
-        repeat, outputs = super().capture(function)
-        all_outputs = self._outputs
-        all_outputs.append([value for value in tree_flatten(outputs)[0] if isinstance(value, torch.Tensor)])
-        number = len(all_outputs)
+        left_by_all = self._left
+        left: list[torch.Tensor] = []
+
+        def leave() -> Any:
+            if not self.watches_values:
+                return function()
+            with _Leaving() as mode:
+                result = function()
+            left[:] = mode.made
+            return result
+
+        repeat, outputs = super().capture(leave)
+        statics = [value for value in tree_flatten(outputs)[0] if isinstance(value, torch.Tensor)]
+        left_by_all.append(left)
+        number = len(left_by_all)
 
         def replay() -> None:
-            for value in itertools.chain.from_iterable(all_outputs[number:]):
-                with torch.no_grad():
+            with torch.no_grad():
+                for value in itertools.chain.from_iterable(left_by_all[number:]):
                     value.fill_(float("nan") if value.is_floating_point() else 1)
             repeat()
+            # Static outputs are no tensors that a repetition makes.
+            left.extend(statics)
 
         return replay, outputs
 
     def renew(self) -> None:
         """Forget earlier captures."""
-        self._outputs = []
+        self._left = []
 
 
 @contextmanager

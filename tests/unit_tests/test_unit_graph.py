@@ -203,7 +203,7 @@ def _replays(training: _Training) -> int:
 
 def _accumulate_without_backward(training: _Training) -> list[torch.Tensor]:
     seen = []
-    for step in range(5):
+    for step in range(8):
         loss = sum(training.loss(training.batch(10 * step + part)) for part in range(3))
         loss.backward()
         seen += [loss.detach(), *training.update()]
@@ -304,6 +304,23 @@ def _microbatches_without_sync(training: _Training) -> list[torch.Tensor]:
     return seen
 
 
+def _backwards_in_parts(training: _Training) -> list[torch.Tensor]:
+    """The first layer is called again while the second one, which has read its output, waits for its backward."""
+    first, second, _ = training.model.layers
+    seen = []
+    for step in range(12):
+        whole = training.loss(training.batch(step))
+        whole.backward()
+        found = first(training.batch(step).requires_grad_())
+        found.square().mean().backward()
+        then = second(found.detach()).square().mean()
+        again = first(training.batch(30 + step).requires_grad_()).square().mean()
+        then.backward()
+        again.backward()
+        seen += [whole.detach(), then.detach(), again.detach(), *training.update()]
+    return seen
+
+
 LOOPS: dict[str, tuple[Callable[[_Training], list[torch.Tensor]], int]] = {
     "accumulate without backward": (_accumulate_without_backward, 6),
     "forwards without backward": (_forwards_without_backward, 2),
@@ -313,6 +330,7 @@ LOOPS: dict[str, tuple[Callable[[_Training], list[torch.Tensor]], int]] = {
     "freezing": (_freezing, 18),
     "memory given back": (_memory_given_back, 12),
     "broken backward": (_broken_backward, 6),
+    "backwards in parts": (_backwards_in_parts, 6),
     "microbatches without sync": (_microbatches_without_sync, 6),
 }
 

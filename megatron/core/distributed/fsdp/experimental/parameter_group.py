@@ -165,11 +165,10 @@ class FsdpParameterGroup:
             self.gradients.rename(fqns)
         for buffer in self.buffers:
             buffer.name = f"{self.name}.{buffer.name.rpartition('.')[2]}"
-        for fqn, parameter in zip(fqns, self.sharded_parameters, strict=True):
-            named: Any = parameter
+        for fqn, sharded, unsharded in zip(fqns, self.sharded_parameters, self.unsharded_parameters, strict=True):
+            named: Any = sharded
             named._geometry = replace(named._geometry, fqn=fqn)
-        for fqn, parameter in zip(fqns, self.unsharded_parameters, strict=True):
-            gathered: Any = parameter
+            gathered: Any = unsharded
             gathered.main_grad = NoMainGrad(fqn)
 
     @property
