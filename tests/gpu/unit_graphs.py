@@ -132,7 +132,7 @@ def costs_little(rows: int, width: int, num_layers: int) -> str:
         with graphs_on_the_host() if IS_DRY else nullcontext():
             run = Run(cuda_graph=cuda_graph, width=width, num_layers=num_layers)
             inputs = _batch(1, rows, width)
-            for _ in range(6):
+            for _ in range(10):
                 run.step(inputs)
             before = _memory()
             _reset_peak()

@@ -111,7 +111,7 @@ class ClobberingDevice(RepeatingDevice):
             return result
 
         repeat, outputs = super().capture(leave)
-        statics = [value for value in tree_flatten(outputs)[0] if isinstance(value, torch.Tensor)]
+        results = [value for value in tree_flatten(outputs)[0] if isinstance(value, torch.Tensor)]
         left_by_all.append(left)
         number = len(left_by_all)
 
@@ -121,7 +121,7 @@ class ClobberingDevice(RepeatingDevice):
                     value.fill_(float("nan") if value.is_floating_point() else 1)
             repeat()
             # Static outputs are no tensors that a repetition makes.
-            left.extend(statics)
+            left.extend(results)
 
         return replay, outputs
 

@@ -194,6 +194,23 @@ def test_whatever_runs_between_units(name: str) -> None:
     run_ranks(2, _between, name)
 
 
+def _originals() -> None:
+    for between, expected in (
+        (_one_by_one, [False, True, True]),
+        (_in_place, [False] * 3),
+        (_skip, [False, True, False]),
+    ):
+        with graphs_on_the_host():
+            training = _Training(_Stack(_blocks(), between), cuda_graph=True)
+            _steps(training)
+            graphs = [graph for table in training.graphs._tables for graph in table.values()]
+            assert [graph._originals[0] is not None for graph in graphs] == expected
+
+
+def test_a_graph_reads_the_one_before_where_it_is_if_nobody_has_written_it() -> None:
+    run_ranks(1, _originals)
+
+
 # --- how a loop uses them ---------------------------------------------------------------------------------------------
 
 
