@@ -55,6 +55,7 @@ HONOURED = {
     "data_parallel_sharding_strategy",
     "grad_reduce_in_fp32",
     "megatron_fsdp_backward_prefetch_units",
+    "megatron_fsdp_create_all_gather_group",
     "megatron_fsdp_forward_prefetch_units",
     "megatron_fsdp_grad_comm_dtype",
     "megatron_fsdp_main_grads_dtype",
@@ -688,6 +689,9 @@ def _schedule_options() -> None:
     for pooled in (False, True):
         context = wrap(build_tower(), megatron_fsdp_trace_pool=pooled).fsdp_context
         assert (context.pool is not None) is pooled
+    for separate in (False, True):
+        context = wrap(build_tower(), megatron_fsdp_create_all_gather_group=separate).fsdp_context
+        assert context.communicators.is_separate is separate
     with pytest.raises(ValueError, match=r"static_gradients: expected False with trace_pool=True, .* got True"):
         wrap(build_tower(), megatron_fsdp_trace_pool=True, megatron_fsdp_static_gradients=True)
 
@@ -905,6 +909,10 @@ def _refuse_strategies() -> None:
                 rf"reshard_after_forward: expected None with data_parallel_sharding_strategy='{strategy}', which",
             )
             for strategy in ("no_shard", "optim", "optim_grads")
+        ),
+        (
+            {"data_parallel_sharding_strategy": "optim", "megatron_fsdp_create_all_gather_group": True},
+            "create_all_gather_group: expected False with data_parallel_sharding_strategy='optim', which keeps whole",
         ),
     ):
         _refuse(ValueError, error, build_tower(), ddp_config(**options), fsdp_unit_modules=[nn.Linear])

@@ -124,6 +124,8 @@ CASES = [
     (f"--megatron-fsdp-static-gradients {V2}", "ddp", "megatron_fsdp_static_gradients", True),
     (f"--megatron-fsdp-min-unit-numel 99 {V2}", "ddp", "megatron_fsdp_min_unit_numel", 99),
     (f"--fsdp-trace-pool {V2}", "ddp", "megatron_fsdp_trace_pool", True),
+    (f"--create-all-gather-group --data-parallel-sharding-strategy optim_grads_params {V2}", "ddp",
+     "megatron_fsdp_create_all_gather_group", True),
     (f"--nccl-ub --fsdp-trace-pool {V2}", "ddp", "nccl_ub", True),
     (f"--megatron-fsdp-main-params-dtype bf16 --bf16 {V2}", "ddp", "megatron_fsdp_main_params_dtype",
      torch.bfloat16),

@@ -153,6 +153,8 @@ def test_steps_to_record_are_steps_of_the_run(line: str) -> None:
 
 IDLE = [
     "--profile-step-start 3",
+    "--num-layers-per-virtual-pipeline-stage 1",
+    "--num-virtual-stages-per-pipeline-rank 2",
     "--profile-step-end 50",
     "--num-query-groups 2",
     "--rotary-base 500",
@@ -188,6 +190,8 @@ IDLE = [
     "--cuda-graph-warmup-steps 2 --use-megatron-fsdp-v2",
     "--megatron-fsdp-static-gradients --fsdp-trace-pool --use-megatron-fsdp-v2",
     "--fsdp-trace-pool",
+    "--create-all-gather-group",
+    "--create-all-gather-group --data-parallel-sharding-strategy optim --use-megatron-fsdp-v2",
     "--nccl-ub --use-megatron-fsdp-v2",
     "--megatron-fsdp-main-params-dtype fp32",
     "--megatron-fsdp-main-grads-dtype fp32",

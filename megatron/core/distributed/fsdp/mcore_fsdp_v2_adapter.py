@@ -123,10 +123,11 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         self._model_parallel_size = tensor_parallel_size * config.pipeline_model_parallel_size
         self._has_replicas = has_copies or self._model_parallel_size > 1
         self._has_whole_gradients = all(at.is_replicate() for at in options["placements"].optimizer)
-        memory = {
+        options_of_all = {
             "use_symmetric_memory": getattr(ddp_config, "nccl_ub", False),
             "unify_communication_stream": getattr(ddp_config, "megatron_fsdp_unify_communication_stream", False),
             "trace_pool": getattr(ddp_config, "megatron_fsdp_trace_pool", False),
+            "separate_communicators": getattr(ddp_config, "megatron_fsdp_create_all_gather_group", False),
         }
         min_numel = getattr(ddp_config, "megatron_fsdp_min_unit_numel", 0)
         joined = join_units(module, [unit for unit in units if unit is not module], min_numel)
@@ -135,7 +136,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
             [*(unit for run in reversed(joined) for unit in run), module], options["mixed_precision_policy"]
         )
         set_apart(find_shared_weights(module, pg_collection))
-        with fully_shard_context(self.device, **memory) as context:
+        with fully_shard_context(self.device, **options_of_all) as context:
             for run in [*reversed(joined), [module]]:
                 fully_shard(run, mesh, **options)
         self.fsdp_context: FsdpContext = context

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -84,8 +85,10 @@ def _check_joint(modules: Sequence[nn.Module], register_hooks: bool) -> None:
         )
 
 
-def check_types(mesh: Any, placements: Any, policy: Any, schedule: Any) -> None:
+def check_types(mesh: Any, placements: Any, policy: Any, schedule: Any, cuda_graph: Any) -> None:
     """Refuse arguments of the wrong kind."""
+    if not isinstance(cuda_graph, bool):
+        raise TypeError(f"fully_shard cuda_graph: expected True or False, got {cuda_graph!r}.")
     expected = (
         ("mesh", mesh, DeviceMesh),
         ("placements", placements, Placements),
@@ -115,7 +118,7 @@ def _check_container(module: nn.Module, owned: list[OwnedParameter]) -> None:
         )
 
 
-def merge_schedule(policy: SchedulePolicy | None, reshard_after_forward: bool | None) -> SchedulePolicy:
+def merge_schedule(policy: SchedulePolicy | None, reshard_after_forward: bool | int | None) -> SchedulePolicy:
     """Return the schedule that both arguments describe, refusing two values for one setting."""
     schedule = policy or SchedulePolicy()
     if reshard_after_forward is None:
@@ -126,6 +129,34 @@ def merge_schedule(policy: SchedulePolicy | None, reshard_after_forward: bool | 
             f"{reshard_after_forward}. Set it in one place."
         )
     return replace(schedule, reshard_after_forward=reshard_after_forward)
+
+
+def check_cuda_graph(
+    modules: Sequence[nn.Module], placements: Placements, register_hooks: bool, *, has_pool: bool
+) -> None:
+    """Refuse graphs of what is no unit by itself, or has no weights at fixed addresses."""
+    kind = type(modules[0]).__name__
+    if len(modules) > 1:
+        raise NotImplementedError(
+            f"fully_shard cuda_graph: expected one module, got {len(modules)} from {kind} on that form one unit, with "
+            "whatever runs between them. Shard them one by one, or a module around them."
+        )
+    if not register_hooks:
+        raise ValueError(
+            f"fully_shard cuda_graph of {kind}: expected register_hooks=True, got False; a graph is replayed between "
+            "the unit's own hooks. Leave one of the two out."
+        )
+    inner = [name for name, module in modules[0].named_modules() if isinstance(module, UnitControls)]
+    if inner:
+        raise ValueError(
+            f"fully_shard cuda_graph of {kind}: expected a module without units inside, got {inner[:3]}, whose gathers "
+            "and reductions would be captured, too. Give cuda_graph to the units inside instead."
+        )
+    if not has_pool and any(isinstance(at, Shard) for at in placements.parameter):
+        raise ValueError(
+            f"fully_shard cuda_graph of {kind}: expected gathered weights at fixed addresses, got a context without a "
+            "pool. Build it with fully_shard_context(trace_pool=True), or replicate the parameters."
+        )
 
 
 def check_numbers(grad_divisor: Any, gradient_reduction: Any) -> None:
@@ -155,14 +186,35 @@ def check_placements(mesh: DeviceMesh, placements: Placements | None) -> Placeme
     return replace(placements, dp_axes=indices[:count])
 
 
-def check_schedule(schedule: SchedulePolicy, placements: Placements) -> None:
-    """Refuse a setting without effect."""
-    gathers = any(isinstance(at, Shard) for at in placements.parameter)
-    if schedule.reshard_after_forward is not None and not gathers:
+def check_schedule(schedule: SchedulePolicy, placements: Placements, mesh: DeviceMesh) -> SchedulePolicy:
+    """Return the schedule with what a number for reshard_after_forward means; refuse a setting without effect."""
+    reshard = schedule.reshard_after_forward
+    axes = [axis for axis, at in enumerate(placements.parameter) if isinstance(at, Shard)]
+    if reshard is not None and not axes:
         raise ValueError(
             f"fully_shard reshard_after_forward: expected None where parameters are replicated, got "
-            f"{schedule.reshard_after_forward}; it would have no effect. Leave it out, or shard the parameters."
+            f"{reshard}; it would have no effect. Leave it out, or shard the parameters."
         )
+    if type(reshard) is not int:
+        return schedule
+    sizes = [mesh.size(axis) for axis in axes]
+    if len(sizes) > 1:
+        raise NotImplementedError(
+            f"fully_shard reshard_after_forward: expected True, False or None where several axes shard the parameters, "
+            f"got {reshard}. Shard them over a mesh of one axis, or over one of its axes."
+        )
+    if sizes[0] % reshard:
+        raise ValueError(
+            f"fully_shard reshard_after_forward: expected a divisor of the {sizes[0]} ranks that shard the parameters, "
+            f"got {reshard}. Give the number of ranks of one node, or True."
+        )
+    if reshard == 1:
+        warnings.warn(
+            "fully_shard reshard_after_forward: expected True or False, or a number above 1, got the number 1, which "
+            "keeps whole weights on every rank, as False does. Say True to release them.",
+            stacklevel=3,
+        )
+    return schedule if 1 < reshard < sizes[0] else replace(schedule, reshard_after_forward=reshard > 1)
 
 
 def _check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: MixedPrecisionPolicy) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,14 @@ MAX_POSTPONED = 8
 """Forwards at which buffers should move and cannot, until somebody is told."""
 
 
+class Graphs(Protocol):
+    """Graphs that remember where weights lie."""
+
+    def drop(self) -> None:
+        """Forget all of them."""
+        ...
+
+
 class ContextMemory:
     """Memory of one context; a base of `FsdpContext`.
 
@@ -54,17 +62,19 @@ class ContextMemory:
     Attributes:
         allocator: where what lives and dies inside a step takes its memory from.
         pool: that allocator, if it is a pool.
+        graphs: those of the units with ``cuda_graph=True``; None as long as there are none.
     """
 
     allocator: StorageAllocator
     pool: TracePool | None
+    graphs: Graphs | None
     units: Callable[[], list[Unit]]
-    reshard: Callable[[Unit], None]
+    reshard: Callable[..., None]
 
     def _set_up_memory(
         self, device: torch.device, own_streams: Sequence[Stream], symmetric: bool, trace_pool: bool
     ) -> None:
-        self.pool = None
+        self.pool = self.graphs = None
         if symmetric:
             check_symmetric_memory(device, trace_pool)
         if trace_pool:
@@ -108,6 +118,8 @@ class ContextMemory:
                 f"release_memory_pool: expected all units at rest and no graph that needs their weights, got "
                 f"{pool.busy[:3]}. Call it after backward, and drop losses that have not run theirs."
             )
+        if self.graphs is not None:
+            self.graphs.drop()
         pool.deactivate()
 
     def keeps_gradients(self, is_asked: bool) -> bool:
@@ -126,7 +138,8 @@ class ContextMemory:
     def _process_groups(self) -> Iterable[dist.ProcessGroup]:
         """Return the groups that the units communicate in, in one order on every rank."""
         meshes = [group.main_weight.mesh for group in self._groups()]
-        groups = {mesh.group(axis).group_name: mesh.group(axis) for mesh in meshes for axis in range(mesh.ndim)}
+        of_axes = [(mesh.group(axis), mesh.gather_group(axis)) for mesh in meshes for axis in range(mesh.ndim)]
+        groups = {group.group_name: group for both in of_axes for group in both}
         return [group for _, group in sorted(groups.items())]
 
     def _groups(self) -> Iterable[FsdpParameterGroup]:

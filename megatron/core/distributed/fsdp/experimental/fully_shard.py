@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from . import hooks, registration
 from .agreement import record_unit
 from .allocator import default_allocator
 from .checks import (
+    check_cuda_graph,
     check_modules,
     check_numbers,
     check_placements,
@@ -27,8 +29,10 @@ from .checks import (
     check_unit,
     merge_schedule,
 )
+from .context_graphs import graphs_of
 from .device import current_device, resolve_device
 from .full_values import cut_values
+from .graphed_forward import graph_forward
 from .group_options import GradientReduction, GroupOptions, OwnedParameter
 from .joint import register_joint_hooks
 from .module import FsdpModule
@@ -37,6 +41,7 @@ from .parameter_group import FsdpParameterGroup
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
 from .replaced import retire
 from .schedule import FsdpContext
+from .secondary_shard import SecondarilyShardedGroup
 from .step_guard import watch_steps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
@@ -52,6 +57,7 @@ def fully_shard_context(
     use_symmetric_memory: bool = False,
     unify_communication_stream: bool = False,
     trace_pool: bool = False,
+    separate_communicators: bool = False,
 ) -> Iterator[FsdpContext]:
     """Build roots that share streams, prefetch orders and the microbatch flag; ready to run after the block.
 
@@ -62,11 +68,14 @@ def fully_shard_context(
         unify_communication_stream: see `FsdpContext`.
         trace_pool: keep memory that lives and dies inside a step in places that do not change, planned from a recorded
             iteration; gradients keep their memory, too. See `ContextMemory`.
+        separate_communicators: see `FsdpContext`.
 
     Raises:
         RuntimeError: another `fully_shard_context` block is open.
-        ValueError: `trace_pool` without a unit that could use it, or `use_symmetric_memory` without `trace_pool`.
-        NotImplementedError: `use_symmetric_memory` on the host, or with an older torch.
+        ValueError: `trace_pool` without a unit that could use it, `use_symmetric_memory` without `trace_pool`, or
+            `separate_communicators` without effect.
+        NotImplementedError: `use_symmetric_memory` on the host, or with an older torch; `separate_communicators` over a
+            mesh without some ranks of the program.
     """
     if _active_context.get() is not None:
         raise RuntimeError(
@@ -77,6 +86,7 @@ def fully_shard_context(
         use_symmetric_memory=use_symmetric_memory,
         unify_communication_stream=unify_communication_stream,
         trace_pool=trace_pool,
+        separate_communicators=separate_communicators,
     )
     token = _active_context.set(context)
     try:
@@ -96,8 +106,9 @@ def fully_shard(
     *,
     gradient_reduction: GradientReduction = "average",
     schedule_policy: SchedulePolicy | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     register_hooks: bool = True,
+    cuda_graph: bool = False,
 ) -> ModuleT:
     """Make `module` a unit: shard the parameters that no unit inside it owns, in place.
 
@@ -114,6 +125,8 @@ def fully_shard(
         schedule_policy: prefetch budgets and when weights are released.
         reshard_after_forward: the policy's setting of this name, for those who set nothing else.
         register_hooks: see `FsdpModule`.
+        cuda_graph: replay the unit's forward and backward as CUDA graphs, gathers and reductions outside; sharded
+            parameters need ``fully_shard_context(trace_pool=True)``.
 
     Returns:
         The same module, now also an `FsdpModule`; of a list the first one is.
@@ -122,30 +135,44 @@ def fully_shard(
         TypeError: an argument of the wrong kind.
         ValueError: arguments that do not fit each other, or parameters that cannot be sharded.
         RuntimeError: the module is a unit already, or its context is closed.
+        NotImplementedError: `cuda_graph` with several modules or on a device without CUDA graphs, or a number for
+            `reshard_after_forward` where several axes shard the parameters.
     """
     modules = check_modules(module, register_hooks)
-    check_types(mesh, placements, mixed_precision_policy, schedule_policy)
+    check_types(mesh, placements, mixed_precision_policy, schedule_policy, cuda_graph)
     check_numbers(grad_divisor, gradient_reduction)
     policy = mixed_precision_policy or MixedPrecisionPolicy()
-    schedule = merge_schedule(schedule_policy, reshard_after_forward)
     mesh = mesh or _default_mesh()
     placements = check_placements(mesh, placements)
-    check_schedule(schedule, placements)
+    schedule = check_schedule(merge_schedule(schedule_policy, reshard_after_forward), placements, mesh)
     owned = _owned_parameters(modules, policy)
     context, absorbed = _join_context(modules[0], mesh)
-    options = GroupOptions(
-        mesh=mesh,
-        placements=placements,
-        mixed_precision_policy=policy,
-        grad_divisor=grad_divisor,
-        gradient_reduction=gradient_reduction,
-        device=context.device,
-        allocator=context.allocator,
-        lasting_allocator=default_allocator,
-        keeps_gradient_memory=context.keeps_gradients(schedule.static_gradients),
-    )
+    if cuda_graph:
+        _prepare_graphs(modules, placements, context, register_hooks)
+    memory = _memory_options(context, schedule)
+    options = GroupOptions(mesh, placements, policy, grad_divisor, gradient_reduction, **memory)
     _attach(modules, context, absorbed, owned, options, schedule, register_hooks)
+    if cuda_graph:
+        graph_forward(modules[0])
     return module
+
+
+def _prepare_graphs(
+    modules: Sequence[nn.Module], placements: Placements, context: FsdpContext, register_hooks: bool
+) -> None:
+    check_cuda_graph(modules, placements, register_hooks, has_pool=context.pool is not None)
+    graphs_of(context)
+
+
+def _memory_options(context: FsdpContext, schedule: SchedulePolicy) -> dict[str, Any]:
+    """Return where a unit's groups lie, take their memory from and gather."""
+    return {
+        "device": context.device,
+        "allocator": context.allocator,
+        "lasting_allocator": default_allocator,
+        "keeps_gradient_memory": context.keeps_gradients(schedule.static_gradients),
+        "separate_communicators": context.communicators.is_separate,
+    }
 
 
 def _owned_parameters(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> list[OwnedParameter]:
@@ -166,9 +193,11 @@ def _attach(
     module, *followers = modules
     label = f"{type(module).__name__}#{len(context.units())}"
     record = record_unit(owned, options, register_hooks)
-    groups = tuple(
-        FsdpParameterGroup(members, options, label, index) for index, members in enumerate(group_parameters(owned))
+    reshard = schedule_policy.reshard_after_forward
+    make_group: Callable[..., FsdpParameterGroup] = (
+        partial(SecondarilyShardedGroup, num_ranks=reshard) if type(reshard) is int else FsdpParameterGroup
     )
+    groups = tuple(make_group(members, options, label, index) for index, members in enumerate(group_parameters(owned)))
     for item in owned:
         retire(item.parameter, item.fqn, label)
     for member in modules:
