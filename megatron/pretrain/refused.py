@@ -73,7 +73,6 @@ REFUSED_FLAGS: dict[str, str] = {
     "--empty-unused-memory-level": "The allocator's cache is never emptied: drop the flag.",
     "--squared-relu": "The MLP has GELU, or gated SiLU with --swiglu: drop the flag or write that.",
     "--num-experts": "Mixture-of-experts models are not offered yet: drop the flag.",
-    "--sequence-parallel": "It comes with tensor parallelism, which is not offered yet: drop it.",
     "--rampup-batch-size": "The global batch size is constant: give --global-batch-size instead.",
     "--use-rotary-position-embeddings": "Write --position-embedding-type rope.",
     "--accumulate-allreduce-grads-in-fp32": "It is so unless --grad-reduce-in-bf16: drop the flag.",

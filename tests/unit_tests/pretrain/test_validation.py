@@ -154,6 +154,7 @@ def test_steps_to_record_are_steps_of_the_run(line: str) -> None:
 IDLE = [
     "--profile-step-start 3",
     "--num-layers-per-virtual-pipeline-stage 1",
+    "--sequence-parallel",
     "--num-virtual-stages-per-pipeline-rank 2",
     "--profile-step-end 50",
     "--num-query-groups 2",

@@ -120,8 +120,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         self.data_parallel_group = find_group(pg_collection, "dp_cp")
         self._pg_collection = pg_collection
         has_copies = any(at.is_replicate() for at in options["placements"].optimizer)
-        self._model_parallel_size = tensor_parallel_size * config.pipeline_model_parallel_size
-        self._has_replicas = has_copies or self._model_parallel_size > 1
+        self._has_replicas = has_copies or tensor_parallel_size * config.pipeline_model_parallel_size > 1
         self._has_whole_gradients = all(at.is_replicate() for at in options["placements"].optimizer)
         options_of_all = {
             "use_symmetric_memory": getattr(ddp_config, "nccl_ub", False),
@@ -148,7 +147,8 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
     @property
     def model_group(self) -> torch.distributed.ProcessGroup:
         """The process group of all ranks whose gradients make one norm."""
-        return whole_model_group(self._pg_collection, self._model_parallel_size)
+        size = self.config.tensor_model_parallel_size * self.config.pipeline_model_parallel_size
+        return whole_model_group(self._pg_collection, size)
 
     def fsdp_units(self) -> Iterator[FsdpModule]:
         """Yield the chunk's units in forward order."""
