@@ -60,10 +60,9 @@ def _stage(words: int = 6, is_apart: bool = True) -> tuple[Stage, Any]:
 
 
 def _add() -> None:
-    stage, shared = _stage()
+    _kept, shared = _stage()
     assert list(shared) == ["embd", "pos_embd"]
     shared_weights.check_equal_shards(shared, _groups())
-    (stage.embedding["word_embeddings"].weight, stage.position_embeddings.weight)
     for value, (weight,) in enumerate(shared.values(), start=1):
         weight.grad = torch.full_like(weight, value * (1.0 + dist.get_rank()))
     chunks = [SimpleNamespace(shared_weights=shared)]
@@ -197,6 +196,18 @@ def test_exchanges_that_would_pair_wrongly_are_refused() -> None:
     config.mtp_num_layers = 1
     with pytest.raises(NotImplementedError, match="mtp_num_layers: expected none over pipeline stages, got 1"):
         check_pipeline(config)
+
+
+def _wrong_number_of_stages() -> None:
+    start()
+    tower = build_tower()
+    tower.config.pipeline_model_parallel_size = 2
+    wrap(tower)
+
+
+def test_another_number_of_stages_than_the_groups_have_is_refused() -> None:
+    for message in run_ranks_expecting(1, ValueError, _wrong_number_of_stages):
+        assert "pipeline_model_parallel_size: expected the size 1 of the process group pp, got 2 in the" in message
 
 
 def _different_configs() -> None:

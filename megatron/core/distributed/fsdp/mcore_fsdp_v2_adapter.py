@@ -44,7 +44,12 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     schedule_policy,
     shard_placements,
 )
-from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import data_parallel_mesh, find_group, whole_model_group
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import (
+    check_stages,
+    data_parallel_mesh,
+    find_group,
+    whole_model_group,
+)
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import (
     check_equal_shards,
     find_shared_weights,
@@ -110,6 +115,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         check_fused_gradients(config, options["mixed_precision_policy"], module)
         target = _default_device() if device is None else torch.device(device)
         tensor_parallel_size = config.tensor_model_parallel_size
+        check_stages(pg_collection, config.pipeline_model_parallel_size)
         mesh = data_parallel_mesh(
             ddp_config.num_distributed_optimizer_instances, pg_collection, target.type, tensor_parallel_size
         )

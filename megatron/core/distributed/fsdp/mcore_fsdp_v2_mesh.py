@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 TENSOR_PARALLEL_AXIS = "tp"
 _GLOBAL: dict[str, Any] = {
     "tp": parallel_state.get_tensor_model_parallel_group,
+    "pp": parallel_state.get_pipeline_model_parallel_group,
     "embd": parallel_state.get_embedding_group,
     "pos_embd": parallel_state.get_position_embedding_group,
 }
@@ -75,6 +76,21 @@ def data_parallel_mesh(
     if len(groups) == 1:
         return DeviceMesh.from_group(whole, device_type, mesh_dim_names=("dp_cp",))
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(names))
+
+
+def check_stages(pg_collection: ProcessGroupCollection | None, num_stages: int) -> None:
+    """Refuse process groups of another number of pipeline stages than the model's; without communication.
+
+    Raises:
+        ValueError: they are.
+    """
+    group = find_group(pg_collection, "pp")
+    size = 1 if group is None else group.size()
+    if size != num_stages:
+        raise ValueError(
+            f"pipeline_model_parallel_size: expected the size {size} of the process group pp, got {num_stages} in the "
+            "model's config. Call initialize_model_parallel with the same size."
+        )
 
 
 def whole_model_group(pg_collection: ProcessGroupCollection | None, model_parallel_size: int) -> dist.ProcessGroup:
