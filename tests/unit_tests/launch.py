@@ -39,7 +39,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.overrides import TorchFunctionMode
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.optim"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.tensor", "torch.optim", "megatron.core.distributed.fsdp.experimental"]
+)
 _pools: dict[int, _Pool] = {}
 _lasting_groups: dict[str, set[dist.ProcessGroup]] = {}
 
