@@ -157,7 +157,7 @@ def _serve(connection: Any, rank: int, world_size: int, folder: str, path: list[
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     backend, device_id = ("nccl", _use_gpu(rank)) if DEVICE == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id)
-    # What has been imported stays: a collection that looks through megatron-core takes 0.2 s, and every task ends in one.
+    # What has been imported stays: a collection that looks through megatron-core takes 0.2 s, and tasks end in one.
     gc.freeze()
     while True:
         try:
