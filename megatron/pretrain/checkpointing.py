@@ -174,12 +174,11 @@ class Checkpoints:
                 keep_last(folder, args.keep_last)
 
         self._log.print(f"saving checkpoint at iteration {iteration:7d} to {folder} in {_format(args)} format")
-        rank = self._ranks.index
 
         def collected() -> dict[str, Any]:
             found: dict[str, Any] = {}
             with self._ranks.together(f"save of {path}"):
-                found.update(collect(state, iteration, rank))
+                found.update(collect(state, iteration))
             return found
 
         if not args.use_megatron_fsdp_v2:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_checkpoint as names
 from megatron.core.distributed.fsdp.experimental.checkpoint import (
     CheckpointError,
@@ -28,33 +28,42 @@ if TYPE_CHECKING:
 
 VERSION = 3.0
 _ARGS, _ITERATION, _SCHEDULER = "args", "iteration", "opt_param_scheduler."
-_RNG = "rng_state.(0, 0)."
+_RNG = "rng_state"
 _BOUNDS = ("max_lr", "min_lr")
 """Settings of a group of parameters that belong to the learning rate schedule."""
 
 
-def collect(state: TrainState, iteration: int, rank: int) -> dict[str, Any]:
-    """Return what is written: the same keys on every rank, but for its own random number generators.
+def collect(state: TrainState, iteration: int) -> dict[str, Any]:
+    """Return what is written: this stage's layers, and what all ranks have; and its own random number generators.
 
     Args:
         state: The run.
         iteration: The last one that has been trained.
-        rank: This rank.
     """
     args = state.args
     collected: dict[str, Any] = {
-        "model": names.model_keys(state.model),
+        "model": {key: tensor for chunk in state.chunks for key, tensor in names.model_keys(chunk).items()},
         _ARGS: plain_arguments(args, iteration),
         "checkpoint_version": VERSION,
         _ITERATION: iteration,
         "num_floating_point_operations_so_far": 0,
     }
     if not args.no_save_optim:
-        collected["optimizer"] = names.optimizer_keys(state.optimizer, state.model)
+        collected["optimizer"] = names.optimizer_keys(state.optimizer, state.chunks[0])
         collected[_SCHEDULER.rstrip(".")] = state.scheduler.state_dict()
     if not args.no_save_rng:
-        collected["rng_state"] = {"(0, 0)": {str(rank): _rng_state()}}
+        place, copy = _own_generators()
+        collected[_RNG] = {place: {copy: _rng_state()}}
     return collected
+
+
+def _own_generators() -> tuple[str, str]:
+    """Return the keys of this rank's generators: stage and part of each layer, then which data-parallel copy."""
+    stage, part = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    return f"({stage}, {part})", str(parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
 def plain_arguments(args: argparse.Namespace, iteration: int) -> argparse.Namespace:
@@ -96,13 +105,18 @@ class FsdpDtensorSource:
         """
         opened = self._opened
         others = {key for key in opened.keys if not opened.is_tensor(key) or names.is_extra_state(key)}
-        others |= set(_begin_with(opened.keys, _RNG.partition(".")[0]))
+        others |= set(_begin_with(opened.keys, _RNG))
+        tensors: dict[str, torch.Tensor] = {}
         with self._ranks.together(f"load of {self.path}"):
-            tensors = names.find_model(state.model, opened.keys)
+            for chunk in state.chunks:
+                tensors |= names.find_model(chunk, opened.keys)
             if loads_optimizer:
-                tensors |= names.find_optimizer(state.optimizer, state.model, opened.keys)
+                tensors |= names.find_optimizer(state.optimizer, state.chunks[0], opened.keys)
             else:
                 others |= set(_begin_with(opened.keys, names.STATE))
+        if state.args.pipeline_model_parallel_size > 1:
+            # What other stages have is not unexpected here.
+            others |= {key for keys in self._ranks.gather(sorted(tensors), f"load of {self.path}") for key in keys}
         opened.check(tensors, strict=True, others=others)
         settings = opened.objects(names.settings_keys(opened.keys) if loads_optimizer else ())
         schedule = opened.objects(_begin_with(opened.keys, _SCHEDULER) if loads_optimizer else ())
@@ -110,26 +124,32 @@ class FsdpDtensorSource:
         with self._ranks.together(f"load of {self.path}"):
             if loads_optimizer:
                 with keeping_bounds(state):
-                    names.load_settings(state.optimizer, state.model, settings)
+                    names.load_settings(state.optimizer, state.chunks[0], settings)
                 saved = {key.removeprefix(_SCHEDULER): value for key, value in schedule.items()}
                 load_schedule(state.scheduler, saved, self.path)
         if loads_rng:
             self._load_rng()
 
     def _load_rng(self) -> None:
-        """Give this rank the generators of the rank of its number, or those of the first one."""
+        """Give this rank its generators, or those of the first copy of its part of the model.
+
+        A part that nobody had then keeps the generators that it has been seeded with.
+        """
         opened = self._opened
-        mine = _begin_with(opened.keys, f"{_RNG}{self._ranks.index}.") or _begin_with(opened.keys, f"{_RNG}0.")
+        place, copy = _own_generators()
+        start = f"{_RNG}.{place}."
+        mine = _begin_with(opened.keys, f"{start}{copy}.") or _begin_with(opened.keys, f"{start}0.")
         tensors = {key: torch.empty(_size(opened, key), dtype=torch.uint8) for key in mine if opened.is_tensor(key)}
         opened.read(tensors)
         found = {**tensors, **opened.objects(key for key in mine if not opened.is_tensor(key))}
-        found = {key.removeprefix(_RNG).partition(".")[2]: value for key, value in found.items()}
+        found = {key.removeprefix(start).partition(".")[2]: value for key, value in found.items()}
         with self._ranks.together(f"load of {self.path}"):
-            if not mine:
+            if not _begin_with(opened.keys, f"{_RNG}."):
                 raise CheckpointError(
                     f"load of {self.path}: expected states of random number generators, got none. Use --no-load-rng."
                 )
-            _set_rng_state(found)
+            if mine:
+                _set_rng_state(found)
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def start_process_groups(args: argparse.Namespace, place: Place) -> None:
     """Initialise torch.distributed and megatron-core's groups.
 
     Ranks that share layers are neighbours, then those that share sequences. So are those of one of several optimizer
-    instances: of four ranks, 0 and 1, then 2 and 3.
+    instances: of four ranks, 0 and 1, then 2 and 3. Pipeline stages are furthest apart: 0 and 2, 1 and 3.
 
     Args:
         args: Validated arguments.
@@ -116,6 +116,8 @@ def start_process_groups(args: argparse.Namespace, place: Place) -> None:
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
     )

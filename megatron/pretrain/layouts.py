@@ -12,7 +12,11 @@ def data_parallel_size(args: argparse.Namespace, world_size: int) -> int:
     Raises:
         ValueError: The ranks cannot be divided so.
     """
-    sizes = {"tensor-model": args.tensor_model_parallel_size, "context": args.context_parallel_size}
+    sizes = {
+        "tensor-model": args.tensor_model_parallel_size,
+        "pipeline-model": args.pipeline_model_parallel_size,
+        "context": args.context_parallel_size,
+    }
     size = math.prod(sizes.values())
     if world_size % size:
         flags = " ".join(f"--{name}-parallel-size {value}" for name, value in sizes.items() if value > 1)

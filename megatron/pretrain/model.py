@@ -22,43 +22,57 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.core import parallel_state
 from megatron.pretrain.attention import SdpaCoreAttention
 from megatron.pretrain.norm import SequenceParallelNorm
+from megatron.pretrain.pipeline import num_chunks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}
 
 
-def build_model(args: argparse.Namespace) -> MegatronModule:
-    """Build the model on this rank's device and wrap it.
+def build_model(args: argparse.Namespace) -> list[MegatronModule]:
+    """Build this rank's chunks of the model on its device and wrap them.
 
     Args:
         args: Validated arguments.
 
     Returns:
-        A data-parallel wrapper (megatron-core's DDP interface) around, with ``--bf16``, a
-        Float16Module around the GPTModel. Initial weights follow from ``--seed`` alone and are
-        equal on all ranks.
+        One chunk, or several with an interleaved schedule: each a data-parallel wrapper (megatron-core's DDP
+        interface) around, with ``--bf16``, a Float16Module around a GPTModel. Initial weights follow from ``--seed``
+        and the stage and are equal on all data-parallel ranks.
     """
     config = _build_config(args)
     groups = ProcessGroupCollection.use_mpu_process_groups()
+    # All before the first is wrapped: of a tied weight one stage waits for the other's.
+    chunks = [_build_chunk(args, config, groups, index) for index in range(num_chunks(args))]
+    return [_wrap(args, config, chunk, groups, is_first=index == 0) for index, chunk in enumerate(chunks)]
+
+
+def _build_chunk(
+    args: argparse.Namespace, config: TransformerConfig, groups: ProcessGroupCollection, index: int
+) -> MegatronModule:
+    stages, chunks = args.pipeline_model_parallel_size, num_chunks(args)
+    stage = parallel_state.get_pipeline_model_parallel_rank() if stages > 1 else 0
+    vp_stage = index if chunks > 1 else None
     model: MegatronModule = GPTModel(
         config=config,
-        transformer_layer_spec=_build_layer_spec(args, config, uses_te=uses_transformer_engine(args)),
+        transformer_layer_spec=_build_layer_spec(args, config, vp_stage, uses_te=uses_transformer_engine(args)),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
+        pre_process=stage == 0 and index == 0,
+        post_process=stage == stages - 1 and index == chunks - 1,
         pg_collection=groups,
+        vp_stage=vp_stage,
     )
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if torch.cuda.is_available():
         model = model.cuda(torch.cuda.current_device())
-    if args.bf16:
-        model = Float16Module(config, model)
-    return _wrap(args, config, model, groups)
+    return Float16Module(config, model) if args.bf16 else model
 
 
 def uses_transformer_engine(args: argparse.Namespace) -> bool:
@@ -97,6 +111,13 @@ def _build_config(args: argparse.Namespace) -> TransformerConfig:
         init_method_std=args.init_method_std,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        # With several chunks two neighbours may send to each other at once, in an order that only this matches.
+        overlap_p2p_comm=num_chunks(args) > 1,
+        batch_p2p_comm=num_chunks(args) == 1,
+        # With several chunks a send may still read what would be freed.
+        deallocate_pipeline_outputs=num_chunks(args) == 1,
         context_parallel_size=args.context_parallel_size,
         use_cpu_initialization=args.use_cpu_initialization,
         bf16=args.bf16,
@@ -116,7 +137,7 @@ def _build_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def _build_layer_spec(
-    args: argparse.Namespace, config: TransformerConfig, *, uses_te: bool
+    args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None, *, uses_te: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
     if uses_te:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
@@ -129,7 +150,7 @@ def _build_layer_spec(
     if args.qk_layernorm:
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
-    return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config), SequenceParallelNorm)
+    return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage), SequenceParallelNorm)
 
 
 def _wrap(
@@ -137,6 +158,8 @@ def _wrap(
     config: TransformerConfig,
     model: MegatronModule,
     groups: ProcessGroupCollection,
+    *,
+    is_first: bool,
 ) -> MegatronModule:
     """Wrap for data parallelism; gradients are reduced in fp32 unless ``--grad-reduce-in-bf16``."""
     if args.use_megatron_fsdp_v2:
@@ -174,4 +197,5 @@ def _wrap(
         average_in_collective=args.ddp_average_in_collective,
         check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
     )
-    return DistributedDataParallel(config, plain_config, model)
+    # Of later chunks backward comes first, when there is enough to hide one large reduction behind.
+    return DistributedDataParallel(config, plain_config, model, disable_bucketing=not is_first)

@@ -109,8 +109,14 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
         help="with tensor parallelism: share norms and dropout along the sequence, too",
     )
     add("--context-parallel-size", type=_count, default=1, help="ranks that share every sequence")
-    for name in ("pipeline-model", "expert-model"):
-        add(f"--{name}-parallel-size", type=_count, default=1, help="only 1 for now")
+    add("--pipeline-model-parallel-size", type=_count, default=1, help="stages that hold different layers")
+    add(
+        "--num-layers-per-virtual-pipeline-stage",
+        type=_count,
+        help="with stages: layers of each of several chunks a rank, which then work in turn (interleaved schedule)",
+    )
+    add("--num-virtual-stages-per-pipeline-rank", type=_count, help="the same, by the number of chunks a rank")
+    add("--expert-model-parallel-size", type=_count, default=1, help="only 1 for now")
     add(
         "--distributed-backend",
         type=one_of("nccl", "gloo"),

@@ -15,7 +15,6 @@ _ITERATIONS = "The run ends after --train-iters: give that instead."
 _ONE_LR = "One learning rate serves all layers: give --lr and --min-lr."
 _FP8 = "The precisions are fp32 and --bf16: drop the flag."
 _ROPE_SCALING = "Rotary frequencies follow from --rotary-base and --rotary-percent alone: drop the flag."
-_PIPELINE = "Pipeline parallelism is not offered yet: drop the flag."
 _GARBAGE = "Python's garbage collector runs by itself: drop the flag."
 _PROFILE = "Write --profile-schedule FOLDER, or start the script under a profiler."
 _WANDB = "Curves go to --tensorboard-dir, --log-json and --plot: give one of these instead."
@@ -63,13 +62,6 @@ REFUSED_FLAGS: dict[str, str] = {
     **dict.fromkeys(("--decoupled-lr", "--decoupled-min-lr"), _ONE_LR),
     **dict.fromkeys(("--fp8-format", "--fp8-recipe"), _FP8),
     **dict.fromkeys(("--use-rope-scaling", "--rope-scaling-factor"), _ROPE_SCALING),
-    **dict.fromkeys(
-        (
-            "--num-layers-per-virtual-pipeline-stage",
-            "--num-virtual-stages-per-pipeline-rank",
-        ),
-        _PIPELINE,
-    ),
     **dict.fromkeys(("--manual-gc", "--manual-gc-interval", "--manual-gc-eval"), _GARBAGE),
     **dict.fromkeys(("--profile", "--use-pytorch-profiler"), _PROFILE),
     **dict.fromkeys(("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"), _WANDB),
@@ -81,7 +73,6 @@ REFUSED_FLAGS: dict[str, str] = {
     "--empty-unused-memory-level": "The allocator's cache is never emptied: drop the flag.",
     "--squared-relu": "The MLP has GELU, or gated SiLU with --swiglu: drop the flag or write that.",
     "--num-experts": "Mixture-of-experts models are not offered yet: drop the flag.",
-    "--sequence-parallel": "It comes with tensor parallelism, which is not offered yet: drop it.",
     "--rampup-batch-size": "The global batch size is constant: give --global-batch-size instead.",
     "--use-rotary-position-embeddings": "Write --position-embedding-type rope.",
     "--accumulate-allreduce-grads-in-fp32": "It is so unless --grad-reduce-in-bf16: drop the flag.",

@@ -146,6 +146,11 @@ REQUIREMENTS = (
         lambda a: a.tensor_model_parallel_size > 1,
     ),
     _R(
+        ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
+        "--pipeline-model-parallel-size above 1",
+        lambda a: a.pipeline_model_parallel_size > 1,
+    ),
+    _R(
         ("--outer-dp-sharding-strategy",),
         "--num-distributed-optimizer-instances above 1",
         lambda a: a.num_distributed_optimizer_instances > 1,

@@ -62,7 +62,7 @@ class TorchDistSource:
             CheckpointError: It is one of another model, optimizer or schedule, or its generators are asked for; on
                 every rank.
         """
-        chunk, common = state.model, self._saved.common
+        common = self._saved.common
         states: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         with self._ranks.together(f"load of {self.path}"):
@@ -75,7 +75,12 @@ class TorchDistSource:
                 groups = match_groups(saved_groups(common), state.optimizer.param_groups)
                 found = state.optimizer.sharded_state_dict({}, is_loading=True)["state"]
                 states = {names.canonical_name(name): _moments(values) for name, values in found.items()}
-        self._saved.read(names.model_tensors(chunk), states, chunk.config)
+        weights = {name: tensor for chunk in state.chunks for name, tensor in names.model_tensors(chunk).items()}
+        others: set[str] = set()
+        if state.args.pipeline_model_parallel_size > 1:
+            found_by_rank = self._ranks.gather(sorted(weights), f"load of {self.path}")
+            others = {name for found_names in found_by_rank for name in found_names}
+        self._saved.read(weights, states, state.chunks[0].config, others)
         with self._ranks.together(f"load of {self.path}"):
             if loads_optimizer:
                 with keeping_bounds(state):
@@ -123,9 +128,10 @@ def write_torch_dist(
         ranks.first(lambda: held.enter_context(being_written(staging)), what)
         sharded: dict[str, Any] = {}
         with ranks.together(what):
-            model = state.model.sharded_state_dict(metadata=_METADATA)
+            parts = [chunk.sharded_state_dict(metadata=_METADATA) for chunk in state.chunks]
+            model = {"model": parts[0]} if len(parts) == 1 else {f"model{i}": part for i, part in enumerate(parts)}
             sharded = {
-                "model": model,
+                **model,
                 "args": plain_arguments(state.args, iteration),
                 "checkpoint_version": VERSION,
                 "iteration": iteration,

@@ -37,6 +37,7 @@ from megatron.pretrain.full_iteration import FullIteration, IterationResult, req
 from megatron.pretrain.log import StepResult, TrainingLog
 from megatron.pretrain.model import build_model
 from megatron.pretrain.profiling import ScheduleProfiler
+from megatron.pretrain.stages import iterators_of, losses_on_every_stage, seed_of_stage
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class TrainState:
     """All that a run holds on this rank."""
 
     args: argparse.Namespace
-    model: MegatronModule
+    chunks: list[MegatronModule]
     optimizer: Any
     scheduler: OptimizerParamScheduler
     data: DataIterators
@@ -66,7 +67,7 @@ def build_train_state(
     """
     if args.cuda_graph_impl == "full_iteration":
         require_gpu()
-    _seed_everything(args.seed, args.cuda_graph_impl == "full_iteration")
+    _seed_everything(seed_of_stage(args.seed), args.cuda_graph_impl == "full_iteration")
     destroy_num_microbatches_calculator()
     init_num_microbatches_calculator(
         rank=torch.distributed.get_rank(),
@@ -75,21 +76,21 @@ def build_train_state(
         micro_batch_size=args.micro_batch_size,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
     )
-    model = build_model(args)
-    optimizer = _build_optimizer(args, model)
+    chunks = build_model(args)
+    optimizer = _build_optimizer(args, chunks)
     scheduler = _build_scheduler(args, optimizer)
-    config = get_model_config(model)
+    config = get_model_config(chunks[0])
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = _finalize_function(args)
     if args.overlap_grad_reduce or args.use_megatron_fsdp_v2:
         # Without it the wrapper reduces with every microbatch.
-        config.no_sync_func = model.no_sync
-        config.grad_sync_func = model.start_grad_sync
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+        config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
     graph = None
     if args.cuda_graph_impl == "full_iteration":
-        run = partial(_run_iteration, args, model, optimizer)
-        graph = FullIteration(model, optimizer, run, args.cuda_graph_warmup_steps)
-    return TrainState(args, model, optimizer, scheduler, data, log, iteration + 1, graph)
+        run = partial(_run_iteration, args, chunks, optimizer)
+        graph = FullIteration(chunks[0], optimizer, run, args.cuda_graph_warmup_steps)
+    return TrainState(args, chunks, optimizer, scheduler, data, log, iteration + 1, graph)
 
 
 def train(state: TrainState, checkpoints: Checkpoints, profiler: ScheduleProfiler) -> bool:
@@ -99,7 +100,8 @@ def train(state: TrainState, checkpoints: Checkpoints, profiler: ScheduleProfile
         Whether all of --train-iters are done, and not only those up to --exit-interval.
     """
     args, log = state.args, state.log
-    state.model.train()
+    for chunk in state.chunks:
+        chunk.train()
     log.restart_clock()
     for iteration in range(state.first_iteration, args.train_iters + 1):
         checkpoints.poll()
@@ -133,7 +135,7 @@ def train_step(state: TrainState) -> StepResult:
     if torch.cuda.is_available():
         _round_learning_rates(optimizer)
     if state.graph is None:
-        result = _run_iteration(args, state.model, optimizer, state.data.train)
+        result = _run_iteration(args, state.chunks, optimizer, state.data.train)
     else:
         result = state.graph([next(state.data.train) for _ in range(get_num_microbatches())])
         if args.check_for_nan_in_loss_and_grad:
@@ -153,12 +155,13 @@ def train_step(state: TrainState) -> StepResult:
 
 
 def _run_iteration(
-    args: argparse.Namespace, model: MegatronModule, optimizer: Any, data: Iterator[Batch]
+    args: argparse.Namespace, chunks: list[MegatronModule], optimizer: Any, data: Iterator[Batch]
 ) -> IterationResult:
     """Run all microbatches and update the weights; this is what a CUDA graph holds."""
-    model.zero_grad_buffer()
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = _run_schedule(args, model, data, forward_only=False)
+    losses = _run_schedule(args, chunks, data, forward_only=False)
     is_updated, grad_norm, num_zeros = optimizer.step()
     return IterationResult(losses, is_updated, grad_norm, num_zeros)
 
@@ -182,32 +185,44 @@ def report_evaluation(
     """
     if data is None:
         return
-    state.model.eval()
+    for chunk in state.chunks:
+        chunk.eval()
     total = num_tokens = 0.0
     with torch.no_grad():
         for _ in range(state.args.eval_iters):
-            part, part_tokens = _sum_over_ranks(_run_schedule(state.args, state.model, data, forward_only=True))
+            part, part_tokens = _sum_over_ranks(_run_schedule(state.args, state.chunks, data, forward_only=True))
             total += part
             num_tokens += part_tokens
-    state.model.train()
+    for chunk in state.chunks:
+        chunk.train()
     lm_loss = total / num_tokens if num_tokens else math.nan
     state.log.write_validation(iteration, lm_loss, place, is_test=is_test)
 
 
 def _run_schedule(
-    args: argparse.Namespace, model: MegatronModule, data: Iterator[Batch], *, forward_only: bool
+    args: argparse.Namespace, chunks: list[MegatronModule], data: Iterator[Batch], *, forward_only: bool
 ) -> torch.Tensor:
-    """Run all microbatches; return [microbatches, 2], the sum of the losses and the number of tokens of each."""
-    losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+    """Run all microbatches; return [microbatches, 2], the sum of the losses and the number of tokens of each.
+
+    Raises:
+        RuntimeError: With pipeline stages, on all of them: a loss is no number.
+    """
+    found: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, args),
-        data_iterator=data,
-        model=[model],
+        data_iterator=iterators_of(data, len(chunks)),
+        model=chunks,
         num_microbatches=get_num_microbatches(),
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         forward_only=forward_only,
     )
-    return torch.stack([loss["lm loss"] for loss in losses])
+    losses = [loss["lm loss"] for loss in found]
+    if args.pipeline_model_parallel_size == 1:
+        return torch.stack(losses)
+    shared = losses_on_every_stage(losses, get_num_microbatches())
+    if args.check_for_nan_in_loss_and_grad:
+        _check_losses(shared)
+    return shared
 
 
 def _forward_step(args: argparse.Namespace, data: Iterator[Batch], model: MegatronModule) -> Any:
@@ -228,8 +243,9 @@ def _sum_losses(args: argparse.Namespace, mask: torch.Tensor, token_losses: torc
     mask = mask.view(-1).float()
     total = torch.sum(token_losses.float().view(-1) * mask)
     num_tokens = mask.sum().detach().to(torch.int)
-    # With a graph the host sees losses once the iteration is over.
-    if args.check_for_nan_in_loss_and_grad and args.cuda_graph_impl == "none":
+    # With a graph the host sees losses once the iteration is over; a stage that raised would let the others wait.
+    is_seen = args.cuda_graph_impl == "none" and args.pipeline_model_parallel_size == 1
+    if args.check_for_nan_in_loss_and_grad and is_seen:
         _check_losses(total[None, None])
     return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total.dtype)])}
 
@@ -272,7 +288,12 @@ def _seed_everything(seed: int, is_captured: bool) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=is_captured)
 
 
-def _build_optimizer(args: argparse.Namespace, model: MegatronModule) -> Any:
+def _one_or_all(functions: list[Any]) -> Any:
+    """Return what a schedule calls: the function of a single chunk, or a list."""
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _build_optimizer(args: argparse.Namespace, chunks: list[MegatronModule]) -> Any:
     if args.use_megatron_fsdp_v2:
         from megatron.core.optimizer.fully_sharded_optimizer import get_megatron_optimizer
     else:
@@ -293,7 +314,7 @@ def _build_optimizer(args: argparse.Namespace, model: MegatronModule) -> Any:
         use_distributed_optimizer=args.use_distributed_optimizer,
         overlap_param_gather=args.overlap_param_gather,
     )
-    return get_megatron_optimizer(config, [model])
+    return get_megatron_optimizer(config, chunks)
 
 
 def _build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:

@@ -10,6 +10,7 @@ import argparse
 
 from megatron.pretrain.checkpoint_flags import complete_checkpoint_flags
 from megatron.pretrain.layouts import check_context_parallelism, check_tensor_parallelism, data_parallel_size
+from megatron.pretrain.pipeline import check_microbatches, complete_pipeline, num_layers_of_chunk
 from megatron.pretrain.requirements import check_requirements, has_files
 from megatron.pretrain.tokenizer import ByteLevelTokenizer, Vocabulary, load_tokenizer, vocabulary_without_tokenizer
 
@@ -32,8 +33,10 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
     _complete_model(args)
     check_tensor_parallelism(args)
     check_context_parallelism(args)
+    complete_pipeline(args)
     _complete_data(args)
     _complete_batch(args, num_copies)
+    check_microbatches(args, num_copies)
     _complete_schedules(args)
     _check_recompute(args)
     _check_profile(args)
@@ -46,7 +49,7 @@ def _fail(what: str, expected: str, found: str, flag: str, cure: str) -> None:
 
 
 def _check_parallelism(args: argparse.Namespace) -> None:
-    for name in ("pipeline_model", "expert_model"):
+    for name in ("expert_model",):
         size = getattr(args, f"{name}_parallel_size")
         if size != 1:
             flag = f"--{name.replace('_', '-')}-parallel-size"
@@ -329,10 +332,13 @@ def _check_recompute(args: argparse.Namespace) -> None:
         _fail("Recompute", "uniform or block", "none", "--recompute-method", "Add it")
     if args.recompute_num_layers is None:
         args.recompute_num_layers = 1
-    if args.recompute_num_layers > args.num_layers:
+    if args.recompute_num_layers > num_layers_of_chunk(args):
+        has_stages = args.pipeline_model_parallel_size > 1
         _fail(
             "Recompute",
-            f"at most --num-layers {args.num_layers}",
+            f"at most the {num_layers_of_chunk(args)} of a chunk"
+            if has_stages
+            else f"at most --num-layers {args.num_layers}",
             str(args.recompute_num_layers),
             "--recompute-num-layers",
             "Lower it",

@@ -920,7 +920,7 @@ def _refuse_strategies() -> None:
 
 def _refusals() -> None:
     start()
-    for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
+    for name in ("expert_model",):
         tower = build_tower()
         setattr(tower.config, f"{name}_parallel_size", 2)
         _refuse(

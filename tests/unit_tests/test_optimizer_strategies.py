@@ -88,6 +88,7 @@ class Chunk(adapter.FullyShardedDataParallel):
         self.ddp_config = ddp_config()
         self.device = torch.device("cpu")
         self.data_parallel_group = dist.group.WORLD
+        self._pg_collection = None
         self._has_replicas, self._has_whole_gradients = True, False
         units = [*(layer for layer in module.modules() if isinstance(layer, nn.Linear)), module]
         with fully_shard_context(self.device) as context:

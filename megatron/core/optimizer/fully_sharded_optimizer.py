@@ -28,6 +28,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed.fsdp.experimental import FsdpDTensor, GradientStatistics, fully_shard_optimizer
 from megatron.core.distributed.fsdp.experimental.checkpoint import create_state
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_adapter import is_fully_sharded
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import is_counted, shared_name
 from megatron.core.optimizer.fully_sharded_optimizer_config import (
     base_optimizer,
     check_config,
@@ -73,8 +74,8 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
 
     Raises:
         NotImplementedError: a config field that FSDP v2 does not support.
-        ValueError: chunks that FSDP v2 does not wrap, parameters that are not theirs, fp16 without a loss scaler, or
-            a base optimizer or dtypes that do not fit a precision-aware config.
+        ValueError: chunks that FSDP v2 does not wrap or whose configs differ, parameters that are not theirs, fp16
+            without a loss scaler, or a base optimizer or dtypes that do not fit a precision-aware config.
     """
 
     def __init__(
@@ -118,6 +119,11 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
                 f"FullyShardedOptimizer model_chunks: expected chunks wrapped by Megatron-FSDP v2, got {foreign}. "
                 "Wrap every chunk with mcore_fsdp_v2_adapter.FullyShardedDataParallel."
             )
+        if any(chunk.ddp_config != model_chunks[0].ddp_config for chunk in model_chunks):
+            raise ValueError(
+                "FullyShardedOptimizer model_chunks: expected chunks wrapped with equal data-parallel configs, got "
+                f"different ones for {len(model_chunks)} chunks. Wrap all of them with the same config."
+            )
         check_config(config)
 
     def _check_ownership(self) -> None:
@@ -135,7 +141,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
     def _statistics(self) -> GradientStatistics:
         group = self.get_grad_stats_parallel_group()
         if self._known_statistics is None or self._known_statistics.group is not group:
-            self._known_statistics = GradientStatistics(group, self.device)
+            self._known_statistics = GradientStatistics(group, self.device, is_counted)
         return self._known_statistics
 
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
@@ -246,7 +252,9 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         )
 
     def _named_parameters(self) -> dict[str, FsdpDTensor]:
-        return {get_global_unique_param_name(self.model_chunks, p): p for p in self.get_parameters()}
+        # megatron-core's function takes layers' numbers from the last of several chunks.
+        chunk_of = {id(p): chunk for chunk in self.model_chunks for p in chunk.parameters()}
+        return {shared_name(get_global_unique_param_name([chunk_of[id(p)]], p), p): p for p in self.get_parameters()}
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None

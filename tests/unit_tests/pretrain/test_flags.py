@@ -42,6 +42,7 @@ CASES = [
     ("--add-qkv-bias --disable-bias-linear", "config", "add_qkv_bias", True),
     ("--attention-dropout 0.3", "config", "attention_dropout", 0.3),
     ("--hidden-dropout 0.3", "config", "hidden_dropout", 0.3),
+    ("--use-cpu-initialization", "config", "use_cpu_initialization", True),
     ("--init-method-std 0.5", "config", "init_method_std", 0.5),
     ("--calculate-per-token-loss", "config", "calculate_per_token_loss", True),
     ("--recompute-granularity selective", "config", "recompute_granularity", "selective"),
@@ -138,6 +139,7 @@ CASES = [
 ELSEWHERE = {
     "--help",
     "--mock-data",
+    "--sequence-parallel",
     "--eval-interval",
     "--eval-iters",
     "--log-interval",
@@ -147,6 +149,7 @@ ELSEWHERE = {
     "--distributed-backend",
     "--distributed-timeout-minutes",
     *(f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context", "expert-model")),
+    *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
     *("--log-json", "--tensorboard-dir", "--tensorboard-log-interval", "--plot"),
     *("--profile-schedule", "--profile-step-start", "--profile-step-end"),
     *CHECKPOINT_FLAGS,
@@ -190,7 +193,7 @@ def build(what: str, args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) 
         return vars(training._build_optimizer(args, None))
     if what == "scheduler":
         return dict(training._build_scheduler(args, None).keywords)
-    config, ddp_config, chunk = model.build_model(args).words
+    config, ddp_config, chunk = model.build_model(args)[0].words
     return {"config": vars(config), "ddp": vars(ddp_config), "model": chunk.keywords}[what]
 
 
@@ -214,6 +217,7 @@ def seed_of_the_run(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -
         seeds.extend([torch.initial_seed(), seed])
         raise Stop
 
+    monkeypatch.setattr(training, "seed_of_stage", lambda seed: seed)
     monkeypatch.setattr(training.tensor_parallel, "model_parallel_cuda_manual_seed", stop)
     with torch.random.fork_rng(), pytest.raises(Stop):
         training.build_train_state(args, None, None)

@@ -45,7 +45,10 @@ def test_a_bad_variable_is_no_rank_0(changes: dict[str, str | None], message: st
 
 
 def _args(**changes: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"distributed_backend": None, "num_distributed_optimizer_instances": 1, **changes})
+    kinds = ("tensor_model", "context", "pipeline_model")
+    sizes = {f"{kind}_parallel_size": 1 for kind in kinds} | {"num_distributed_optimizer_instances": 1}
+    sizes |= {"virtual_pipeline_model_parallel_size": None}
+    return argparse.Namespace(**{"distributed_backend": None, **sizes, **changes})
 
 
 def test_nccl_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_values_that_do_not_fit_together_are_refused(line: str, message: str) ->
     assert re.fullmatch(r"[\w -]+: expected .+, got .+ for --[\w-]+\. .+\.", str(error.value))
 
 
-@pytest.mark.parametrize("name", ["tensor-model", "pipeline-model", "context", "expert-model"])
+@pytest.mark.parametrize("name", ["expert-model"])
 def test_other_parallelisms_are_a_known_limit(name: str) -> None:
     assert checked(f"--{name}-parallel-size 1")
     with pytest.raises(NotImplementedError, match=f"expected 1, got 2 for --{name}-parallel-size"):
@@ -153,6 +153,9 @@ def test_steps_to_record_are_steps_of_the_run(line: str) -> None:
 
 IDLE = [
     "--profile-step-start 3",
+    "--num-layers-per-virtual-pipeline-stage 1",
+    "--sequence-parallel",
+    "--num-virtual-stages-per-pipeline-rank 2",
     "--profile-step-end 50",
     "--num-query-groups 2",
     "--rotary-base 500",

@@ -39,11 +39,17 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     check_ddp_config,
     check_fused_gradients,
     check_model_config,
+    check_pipeline,
     mixed_precision_policy,
     schedule_policy,
     shard_placements,
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import data_parallel_mesh, find_group, whole_model_group
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import (
+    check_equal_shards,
+    find_shared_weights,
+    set_apart,
+)
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_units import find_units, join_units, resolve_classes
 
 __all__ = ["DistributedDataParallelConfig", "FullyShardedDataParallel", "is_fully_sharded"]
@@ -86,6 +92,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         check_model_config(config)
+        check_pipeline(config)
         check_ddp_config(ddp_config)
         if disable_bucketing and fsdp_unit_modules:
             raise ValueError(
@@ -113,7 +120,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         self.data_parallel_group = find_group(pg_collection, "dp_cp")
         self._pg_collection = pg_collection
         has_copies = any(at.is_replicate() for at in options["placements"].optimizer)
-        self._has_replicas = has_copies or tensor_parallel_size > 1
+        self._has_replicas = has_copies or tensor_parallel_size * config.pipeline_model_parallel_size > 1
         self._has_whole_gradients = all(at.is_replicate() for at in options["placements"].optimizer)
         options_of_all = {
             "use_symmetric_memory": getattr(ddp_config, "nccl_ub", False),
@@ -127,17 +134,21 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         check_shardable(
             [*(unit for run in reversed(joined) for unit in run), module], options["mixed_precision_policy"]
         )
+        set_apart(find_shared_weights(module, pg_collection))
         with fully_shard_context(self.device, **options_of_all) as context:
             for run in [*reversed(joined), [module]]:
                 fully_shard(run, mesh, **options)
         self.fsdp_context: FsdpContext = context
+        self.shared_weights = find_shared_weights(module, pg_collection)
+        check_equal_shards(self.shared_weights, pg_collection)
         for parameter in self.module.parameters():
             parameter.__fsdp_param__ = True
 
     @property
     def model_group(self) -> torch.distributed.ProcessGroup:
         """The process group of all ranks whose gradients make one norm."""
-        return whole_model_group(self._pg_collection, self.config.tensor_model_parallel_size)
+        size = self.config.tensor_model_parallel_size * self.config.pipeline_model_parallel_size
+        return whole_model_group(self._pg_collection, size)
 
     def fsdp_units(self) -> Iterator[FsdpModule]:
         """Yield the chunk's units in forward order."""

@@ -9,6 +9,11 @@ parameter's own name. It writes no files: experimental.checkpoint does.
 The first linear layer of a gated MLP holds two matrices, one below the other. Checkpoints hold them one by one, as
 ``..._w`` and ``..._v``, since with tensor parallelism the fused matrix would depend on the number of ranks. Both are
 rows of one sharded parameter: wherever it is cut, each rank's elements of either half are a run of its own.
+
+[Note: names of layers]
+A stage counts its own layers from zero; checkpoints have the number in the whole model, which each layer knows. So a
+model is the same for any number of stages. An output layer that is a copy of another stage's embedding goes by that
+one's name: the stages write equal values to one place, of which one is kept.
 """
 
 from __future__ import annotations
@@ -21,12 +26,15 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.core.distributed.fsdp.experimental import CheckpointError, FsdpDTensor, rows_of
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import shared_name
 
 MODEL, STATE, SETTINGS = "model.", "optimizer.state.", "optimizer.param_to_group_meta."
 _WRAPPER = "module."
 MODEL_WRAPPERS, OPTIMIZER_WRAPPERS = _WRAPPER, 3 * _WRAPPER
 _EXTRA_STATE = "_extra_state"
 _STEP = "step"
+_LAYER = re.compile(r"(?!.*mtp).*layers\.\d+")
+_IN_LAYER = re.compile(r"(?P<layer>(?P<start>(?:.*?\.)?layers\.)\d+)(?=\.)")
 _GATED = re.compile(
     r"(?:.*\.)?mlp\.(?:shared_experts\.|experts\.(?:local_experts\.\d+\.)?)?linear_fc1\.(?:weight|bias)\d*"
 )
@@ -42,18 +50,41 @@ def canonical_name(name: str) -> str:
 
 
 def model_tensors(chunk: MegatronModule) -> dict[str, torch.Tensor]:
-    """Return the main weights and persistent buffers of a chunk by canonical name; tied weights once.
+    """Return the main weights and persistent buffers of a chunk by canonical name in the model; tied weights once.
 
     Args:
         chunk: wrapped by FSDP v2.
     """
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for name, value in chunk.module.state_dict(keep_vars=True).items():
+    for name, value in _global_state(chunk).items():
         if name.rpartition(".")[2] == _EXTRA_STATE or not isinstance(value, torch.Tensor) or id(value) in seen:
             continue
         seen.add(id(value))
-        found[canonical_name(name)] = value
+        found[name] = value
+    return found
+
+
+def _global_state(chunk: MegatronModule) -> dict[str, Any]:
+    """Return the entries of a chunk's state dict by names that do not depend on how stages divide the model."""
+    state = chunk.module.state_dict(keep_vars=True)
+    return {name: state[local] for local, name in _global_names(chunk, state).items()}
+
+
+def _global_names(chunk: MegatronModule, state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the canonical name in the whole model of each entry of a chunk's state dict ([Note: names of layers])."""
+    numbers = {
+        canonical_name(name): module.layer_number - 1
+        for name, module in chunk.module.named_modules()
+        if _LAYER.fullmatch(name) and isinstance(getattr(module, "layer_number", None), int)
+    }
+    found = {}
+    for local, value in state.items():
+        name = canonical_name(local)
+        match = _IN_LAYER.match(name)
+        if match and match["layer"] in numbers:
+            name = f"{match['start']}{numbers[match['layer']]}{name[match.end() :]}"
+        found[local] = shared_name(name, value)
     return found
 
 
@@ -117,14 +148,16 @@ def join_gated(state_dict: Mapping[str, Any], chunk: MegatronModule) -> dict[str
         state_dict: of the module, or as `model_keys` names it.
         chunk: wrapped by FSDP v2.
     """
-    whole = {canonical_name(name): tensor for name, tensor in chunk.module.state_dict(keep_vars=True).items()}
+    state = chunk.module.state_dict(keep_vars=True)
+    names = _global_names(chunk, state)
+    whole = {names[local]: tensor for local, tensor in state.items()}
     halves = split_gated(whole, chunk.config)
     found: dict[str, Any] = {}
     given: dict[str, dict[str, Any]] = {}
     for name, value in state_dict.items():
-        short = canonical_name(name)
+        short = canonical_name(name) if name.startswith(_WRAPPER) else names.get(name, name)
         if short in whole or short not in halves:
-            found[short if name.startswith(_WRAPPER) else name] = value
+            found[short] = value
         else:
             given.setdefault(short[: -len("_w")], {})[short] = value
     for name, values in given.items():
@@ -140,7 +173,8 @@ def join_gated(state_dict: Mapping[str, Any], chunk: MegatronModule) -> dict[str
         first = next((other for other in found if other in whole and whole[other] is tensor), None)
         if name not in found and first is not None:
             found[name] = found[first]
-    return found
+    local_names = {name: local for local, name in names.items()}
+    return {local_names.get(name, name): value for name, value in found.items()}
 
 
 def find_model(chunk: MegatronModule, keys: Iterable[str]) -> dict[str, torch.Tensor]:

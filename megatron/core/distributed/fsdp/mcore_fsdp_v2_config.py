@@ -97,7 +97,6 @@ _HONOURED = frozenset(
 
 _STRATEGIES = {"data_parallel_sharding_strategy": STRATEGIES, "outer_dp_sharding_strategy": OUTER_STRATEGIES}
 _PARALLEL_SIZES = {
-    "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 1,
 }
 _UNSUPPORTED_MODEL_FLAGS = {
@@ -133,6 +132,33 @@ def check_model_config(config: TransformerConfig) -> None:
             raise NotImplementedError(
                 f"Megatron-FSDP v2 {name}: expected it off, got {value!r}; not supported yet. Use {cure}."
             )
+
+
+def check_pipeline(config: TransformerConfig) -> None:
+    """Refuse settings of pipeline parallelism under which stages would exchange the wrong tensors, or that are new.
+
+    Between two stages of several chunks, sends and receives in both directions meet; only those that overlap with
+    computation, one by one, are paired in order.
+
+    Raises:
+        ValueError: several chunks on two stages with other exchanges than these, or two kinds of them at once.
+        NotImplementedError: layers that predict further tokens, whose embedding is a third copy.
+    """
+    if config.pipeline_model_parallel_size == 1:
+        return
+    if getattr(config, "mtp_num_layers", None):
+        raise NotImplementedError(
+            f"Megatron-FSDP v2 mtp_num_layers: expected none over pipeline stages, got {config.mtp_num_layers}; they "
+            "do not compose yet. Leave --mtp-num-layers out."
+        )
+    overlaps, batches = bool(config.overlap_p2p_comm), bool(config.batch_p2p_comm)
+    is_open = config.virtual_pipeline_model_parallel_size is None or config.pipeline_model_parallel_size > 2
+    if (overlaps and batches) or not (overlaps or is_open):
+        raise ValueError(
+            "Megatron-FSDP v2 overlap_p2p_comm: expected True with batch_p2p_comm=False for several chunks on two "
+            f"stages, and never both True, got {overlaps} with batch_p2p_comm={batches}; stages would exchange wrong "
+            "tensors. Set overlap_p2p_comm=True and batch_p2p_comm=False."
+        )
 
 
 def check_fused_gradients(config: TransformerConfig, policy: MixedPrecisionPolicy, module: nn.Module) -> None:

@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads as finalize_stock_model_grads
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_adapter import is_fully_sharded
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import find_group
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import GROUPS, stage_group
 
 _QK_NORMS = ("q_layernorm", "k_layernorm")
 
@@ -52,6 +53,7 @@ def finalize_model_grads(
     for chunk in chunks:
         chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
     _add_over_tensor_parallelism(chunks, config, find_group(pg_collection, "tp"))
+    _add_over_stages(chunks, pg_collection)
     reset_model_temporary_tensors(config, chunks)
     if num_tokens is not None:
         _divide_by_tokens(chunks, num_tokens, pg_collection)
@@ -74,6 +76,15 @@ def _add_over_tensor_parallelism(chunks: Sequence[Any], config: Any, group: Any)
     _reduce(averaged, group)
     for gradient in averaged:
         gradient.div_(group.size())
+
+
+def _add_over_stages(chunks: Sequence[Any], pg_collection: ProcessGroupCollection | None) -> None:
+    """Add up gradients of weights that several stages hold ([Note: one place on all stages])."""
+    for name in GROUPS:
+        weights = [weight for chunk in chunks for weight in chunk.shared_weights.get(name, ())]
+        _reduce(
+            [weight.grad.to_local() for weight in weights if weight.grad is not None], stage_group(pg_collection, name)
+        )
 
 
 def _trained(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:

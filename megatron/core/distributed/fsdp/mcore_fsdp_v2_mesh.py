@@ -20,6 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core import parallel_state
 
 TENSOR_PARALLEL_AXIS = "tp"
+_GLOBAL: dict[str, Any] = {
+    "tp": parallel_state.get_tensor_model_parallel_group,
+    "embd": parallel_state.get_embedding_group,
+    "pos_embd": parallel_state.get_position_embedding_group,
+}
 
 
 def find_group(pg_collection: ProcessGroupCollection | None, name: str) -> Any:
@@ -31,8 +36,8 @@ def find_group(pg_collection: ProcessGroupCollection | None, name: str) -> Any:
         return parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     if name == "intra_dist_opt":
         return parallel_state.get_intra_distributed_optimizer_instance_group()
-    if name == "tp":
-        return parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    if name in _GLOBAL:
+        return _GLOBAL[name](check_initialized=False)
     is_partial = name == "intra_dp_cp"
     return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=is_partial)
 
@@ -72,7 +77,7 @@ def data_parallel_mesh(
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(names))
 
 
-def whole_model_group(pg_collection: ProcessGroupCollection | None, tensor_parallel_size: int) -> dist.ProcessGroup:
+def whole_model_group(pg_collection: ProcessGroupCollection | None, model_parallel_size: int) -> dist.ProcessGroup:
     """Return the group of all ranks that hold a part of the model or of a copy of it.
 
     That of one optimizer instance holds all model-parallel ranks, and all data-parallel ones unless there are several
@@ -80,9 +85,9 @@ def whole_model_group(pg_collection: ProcessGroupCollection | None, tensor_paral
     """
     group = find_group(pg_collection, "intra_dist_opt")
     whole = find_group(pg_collection, "dp_cp")
-    if group.size() >= whole.size() * tensor_parallel_size:
+    if group.size() >= whole.size() * model_parallel_size:
         return group
-    return whole if tensor_parallel_size == 1 else dist.group.WORLD
+    return whole if model_parallel_size == 1 else dist.group.WORLD
 
 
 def _instances(num_instances: int, pg_collection: ProcessGroupCollection | None, whole: Any) -> list[Any]:

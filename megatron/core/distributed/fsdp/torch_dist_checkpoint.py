@@ -9,7 +9,7 @@ It does not say which live groups and schedules get the settings in `TorchDistCh
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -145,6 +145,7 @@ class TorchDistCheckpoint:
         weights: Mapping[str, torch.Tensor],
         states: Mapping[str, Mapping[str, torch.Tensor]],
         config: Any,
+        elsewhere: Iterable[str] = (),
     ) -> Report:
         """Read weights, and optimizer state if any is asked for, in place; every rank must call it.
 
@@ -154,6 +155,7 @@ class TorchDistCheckpoint:
             weights: by the model's own parameter names, gated layers not split; `FsdpDTensor`, or plain for buffers.
             states: ``{name: {"exp_avg": FsdpDTensor, ...}}``; empty for the weights only.
             config: the model's TransformerConfig: how many layers and experts there are.
+            elsewhere: names of weights that other pipeline stages read, which are not unexpected here.
 
         Raises:
             CheckpointError: tensors are missing, unexpected, of another shape or kind, or not whole: all of them are
@@ -163,7 +165,9 @@ class TorchDistCheckpoint:
         targets: list[_Target] = []
         report = Report()
         with self._opened.ranks.together(self._what):
-            targets = _Plan(self._opened, self._keys, self.common, config).make(weights, states, report)
+            plan = _Plan(self._opened, self._keys, self.common, config)
+            plan.leave(elsewhere)
+            targets = plan.make(weights, states, report)
         read_pieces(self._opened, targets)
         return report
 
@@ -180,6 +184,11 @@ class _Plan:
         self._problems: list[str] = []
         self._used: set[str] = set()
         self._is_whole = cache(partial(is_whole, opened))  # stacked keys are asked for once for each layer
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Let others read these weights and their state."""
+        for keys in (self._keys.model, *self._keys.state.values()):
+            self._used |= {keys[place.key] for name in names for place in locate(name, keys)}
 
     def make(
         self,

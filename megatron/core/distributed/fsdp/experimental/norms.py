@@ -14,8 +14,8 @@ and the number of ranks does not show after rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter, is_
 from typing import Any
 
@@ -105,14 +105,22 @@ class GradientStatistics:
         group: every rank of it calls each method, with parameters of its own. Of a sharded gradient it holds all
             shards; copies count once ([Note: counted once]).
         device: where to compute, for ranks that have no parameters, too.
+        is_counted: says of a parameter whether it counts; not if other ranks of the group count what it is a copy of.
+            It is clipped in any case.
 
     Attributes:
         group: as given.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        is_counted: Callable[[torch.Tensor], bool] = lambda parameter: True,
+    ) -> None:
         self.group = group
         self._device = device
+        self._is_counted = is_counted
         self._ranks = frozenset(dist.get_process_group_ranks(group))
         self._counting: dict[_Spread, bool] = {}
         self._plan = _Plan([])
@@ -166,7 +174,7 @@ class GradientStatistics:
 
     def _planned(self, parameters: Sequence[torch.Tensor]) -> _Plan:
         if not self._plan.is_of(parameters):
-            self._plan = _Plan(parameters)
+            self._plan = _Plan(parameters, self._is_counted)
         return self._plan
 
     def _counts(self, spread: _Spread) -> bool:
@@ -178,7 +186,8 @@ class GradientStatistics:
                     f"of {len(self._ranks)} ranks that lacks {sorted(missing)[:8]}. Give the optimizer a larger "
                     "grad_stats_parallel_group."
                 )
-            self._counting[spread] = min(copies & self._ranks, default=None) == dist.get_rank()
+            is_first = min(copies & self._ranks, default=None) == dist.get_rank()
+            self._counting[spread] = spread.is_counted and is_first
         return self._counting[spread]
 
 
@@ -189,10 +198,12 @@ class _Spread:
     Attributes:
         mesh: None for a plain tensor, which is the same on every rank there is.
         axes: the axes of the mesh that shard it; all others replicate.
+        is_counted: False for a copy of what other ranks count.
     """
 
     mesh: DeviceMesh | None
     axes: tuple[int, ...]
+    is_counted: bool = True
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Return the process groups over which shards are summed."""
@@ -226,12 +237,17 @@ class _Plan:
 
     Args:
         parameters: sharded or plain ones, with gradients or without.
+        is_counted: which of them statistics over a group count.
 
     Attributes:
         spreads: every way in which some of the parameters lie, with those of them that have elements on this rank.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        is_counted: Callable[[torch.Tensor], bool] = lambda parameter: True,
+    ) -> None:
         self.parameters = list(parameters)
         self.spreads: dict[_Spread, list[torch.Tensor]] = {}
         self._owners: list[Any] = []
@@ -241,10 +257,11 @@ class _Plan:
             for parameter in self.parameters:
                 # What costs more than an attribute is asked once per unit, whose parameters follow one another.
                 geometry = getattr(parameter, "_geometry", None)
-                lies = None if geometry is None else (geometry.mesh, geometry.model_cut is None)
+                counts = is_counted(parameter)
+                lies = None if geometry is None else (geometry.mesh, geometry.model_cut is None, counts)
                 if lies is None or lies != last:
                     last = lies
-                    here = self.spreads.setdefault(_spread_of(parameter, geometry), [])
+                    here = self.spreads.setdefault(replace(_spread_of(parameter, geometry), is_counted=counts), [])
                     if hasattr(parameter, "_fsdp_group"):
                         self._owners.append(parameter._fsdp_group)
                 if getattr(parameter, "_local_tensor", parameter).numel():

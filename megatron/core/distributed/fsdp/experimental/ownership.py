@@ -55,9 +55,13 @@ def jointly_owned_parameters(modules: Sequence[nn.Module]) -> list[OwnedParamete
 
 
 def group_parameters(owned: list[OwnedParameter]) -> list[list[OwnedParameter]]:
-    """Group by (dtype, requires_grad), in the order in which they first occur."""
-    groups: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
+    """Group by (dtype, requires_grad), in the order in which they first occur.
+
+    A parameter whose attribute ``fsdp_group`` is set shares a group with those of an equal value only, so that its
+    place in the buffer does not depend on others.
+    """
+    groups: dict[tuple[torch.dtype, bool, object], list[OwnedParameter]] = {}
     for item in owned:
-        key = (item.parameter.dtype, item.parameter.requires_grad)
+        key = (item.parameter.dtype, item.parameter.requires_grad, getattr(item.parameter, "fsdp_group", None))
         groups.setdefault(key, []).append(item)
     return list(groups.values())
