@@ -104,8 +104,7 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
         help="with tensor parallelism: share norms and dropout along the sequence, too",
     )
     add("--context-parallel-size", type=_count, default=1, help="ranks that share every sequence")
-    for name in ("pipeline-model", "expert-model"):
-        add(f"--{name}-parallel-size", type=_count, default=1, help="only 1 for now")
+    add("--pipeline-model-parallel-size", type=_count, default=1, help="only 1 for now")
     add(
         "--distributed-backend",
         type=one_of("nccl", "gloo"),

@@ -36,6 +36,7 @@ from megatron.pretrain.full_iteration import FullIteration, IterationResult, req
 from megatron.pretrain.log import StepResult, TrainingLog
 from megatron.pretrain.model import build_model
 from megatron.pretrain.profiling import ScheduleProfiler
+from megatron.pretrain.router_losses import take_router_losses
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ def train_step(state: TrainState) -> StepResult:
         loss_scale=float(optimizer.get_loss_scale()),
         learning_rate=_current_learning_rate(optimizer),
         is_skipped=not result.is_updated,
+        router_losses=take_router_losses(args),
     )
 
 

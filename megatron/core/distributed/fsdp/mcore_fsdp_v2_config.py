@@ -22,6 +22,7 @@ from megatron.core.distributed.fsdp.experimental import (
     Placements,
     SchedulePolicy,
 )
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import check_expert_layout
 
 
 @dataclass
@@ -93,7 +94,6 @@ _HONOURED = frozenset(
 _STRATEGIES = {"data_parallel_sharding_strategy": STRATEGIES, "outer_dp_sharding_strategy": OUTER_STRATEGIES}
 _PARALLEL_SIZES = {
     "pipeline_model_parallel_size": 1,
-    "expert_model_parallel_size": 1,
 }
 _UNSUPPORTED_MODEL_FLAGS = {
     "defer_embedding_wgrad_compute": "no --defer-embedding-wgrad-compute",
@@ -110,11 +110,7 @@ _UNSUPPORTED_MODEL_FLAGS = {
 
 def check_model_config(config: TransformerConfig) -> None:
     """Refuse a model layout or feature that FSDP v2 does not compose with yet."""
-    if getattr(config, "num_moe_experts", None) and config.tensor_model_parallel_size > 1:
-        raise NotImplementedError(
-            f"Megatron-FSDP v2 num_moe_experts: expected tensor_model_parallel_size 1 with experts, got "
-            f"{config.tensor_model_parallel_size}; they do not compose yet. Set --tensor-model-parallel-size 1."
-        )
+    check_expert_layout(config)
     for name, supported in _PARALLEL_SIZES.items():
         size = getattr(config, name, None)
         if size not in (None, supported):

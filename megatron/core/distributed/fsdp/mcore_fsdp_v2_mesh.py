@@ -33,6 +33,8 @@ def find_group(pg_collection: ProcessGroupCollection | None, name: str) -> Any:
         return parallel_state.get_intra_distributed_optimizer_instance_group()
     if name == "tp":
         return parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    if name == "expt_dp":
+        return parallel_state.get_expert_data_parallel_group(check_initialized=False)
     is_partial = name == "intra_dp_cp"
     return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=is_partial)
 
