@@ -89,6 +89,10 @@ def complete_experts(args: argparse.Namespace, world_size: int) -> None:
     _check_division(args, world_size)
     _check_tensor_parallelism(args)
     _check_router(args)
+    if args.expert_model_parallel_size == 1 and not args.disable_bias_linear:
+        # megatron-core adds them in place, to what autograd does not let be written.
+        cure = "Add --disable-bias-linear"
+        _fail("Experts", "no biases without expert parallelism", "--num-experts", "some", cure)
     if args.cuda_graph_impl != "none":
         _fail("CUDA graphs", "a model without experts, whose numbers of tokens the host has to know", "--num-experts")
 

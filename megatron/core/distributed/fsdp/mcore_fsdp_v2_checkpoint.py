@@ -9,6 +9,10 @@ parameter's own name. It writes no files: experimental.checkpoint does.
 The first linear layer of a gated MLP holds two matrices, one below the other. Checkpoints hold them one by one, as
 ``..._w`` and ``..._v``, since with tensor parallelism the fused matrix would depend on the number of ranks. Both are
 rows of one sharded parameter: wherever it is cut, each rank's elements of either half are a run of its own.
+
+[Note: numbers of experts]
+A module counts the experts of its own rank. Checkpoints count those of the layer, so that ranks that share experts
+write under different names, and any number of ranks reads them.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from megatron.core.transformer.fsdp_dtensor_checkpoint import get_ep_layer_offset
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.core.distributed.fsdp.experimental import CheckpointError, FsdpDTensor, rows_of
@@ -27,6 +32,9 @@ _WRAPPER = "module."
 MODEL_WRAPPERS, OPTIMIZER_WRAPPERS = _WRAPPER, 3 * _WRAPPER
 _EXTRA_STATE = "_extra_state"
 _STEP = "step"
+_EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+|(?<=mlp\.experts\.linear_fc[12]\.weight)\d+")
+_OWN_SETTINGS = ("is_expert_parallel",)
+"""Settings that say how a run is laid out, which another run may be otherwise."""
 _GATED = re.compile(
     r"(?:.*\.)?mlp\.(?:shared_experts\.|experts\.(?:local_experts\.\d+\.)?)?linear_fc1\.(?:weight|bias)\d*"
 )
@@ -41,6 +49,15 @@ def canonical_name(name: str) -> str:
     return name
 
 
+def numbered_in_layer(name: str, config: Any, sign: int = 1) -> str:
+    """Return a parameter's name with its expert counted in the layer, or with sign -1 on this rank."""
+    num_experts = getattr(config, "num_moe_experts", None)
+    if num_experts is None:
+        return name
+    first = sign * get_ep_layer_offset(num_experts)
+    return _EXPERT.sub(lambda found: str(int(found[0]) + first), name)
+
+
 def model_tensors(chunk: MegatronModule) -> dict[str, torch.Tensor]:
     """Return the main weights and persistent buffers of a chunk by canonical name; tied weights once.
 
@@ -53,7 +70,7 @@ def model_tensors(chunk: MegatronModule) -> dict[str, torch.Tensor]:
         if name.rpartition(".")[2] == _EXTRA_STATE or not isinstance(value, torch.Tensor) or id(value) in seen:
             continue
         seen.add(id(value))
-        found[canonical_name(name)] = value
+        found[numbered_in_layer(canonical_name(name), chunk.config)] = value
     return found
 
 
@@ -123,6 +140,8 @@ def join_gated(state_dict: Mapping[str, Any], chunk: MegatronModule) -> dict[str
     given: dict[str, dict[str, Any]] = {}
     for name, value in state_dict.items():
         short = canonical_name(name)
+        if name.startswith(_WRAPPER):
+            short = numbered_in_layer(short, chunk.config, -1)
         if short in whole or short not in halves:
             found[short if name.startswith(_WRAPPER) else name] = value
         else:
@@ -203,6 +222,10 @@ def load_settings(optimizer: Any, chunk: MegatronModule, entries: Mapping[str, A
             "checkpoint of the same model, or use --no-load-optim."
         )
     meta = {name: saved[short] for name, short in names.items()}
+    for name in meta:
+        for setting in _OWN_SETTINGS:
+            if setting in meta[name]:
+                meta[name][setting] = state["param_to_group_meta"][name][setting]
     for name, values in state["state"].items():
         # TransformerEngine's optimizers count steps by group, torch's by parameter.
         if _STEP in values and _STEP in meta[name]:
