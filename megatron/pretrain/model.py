@@ -157,6 +157,7 @@ def _wrap(
             megatron_fsdp_grad_comm_dtype=_DTYPES[args.megatron_fsdp_grad_comm_dtype],
             megatron_fsdp_static_gradients=args.megatron_fsdp_static_gradients,
             megatron_fsdp_trace_pool=args.fsdp_trace_pool,
+            megatron_fsdp_create_all_gather_group=args.create_all_gather_group,
             megatron_fsdp_min_unit_numel=args.megatron_fsdp_min_unit_numel,
             nccl_ub=args.nccl_ub,
             overlap_grad_reduce=True,

@@ -73,6 +73,11 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
         help="plan fixed places for gathered weights and packed gradients from the first iteration",
     )
     add(
+        "--create-all-gather-group",
+        action="store_true",
+        help="gather weights in a process group of their own, so that reductions do not wait for gathers in NCCL",
+    )
+    add(
         "--nccl-ub",
         action="store_true",
         help="register the pool's memory with NCCL on all ranks (CUDA, torch 2.12 or newer; not yet run on hardware)",

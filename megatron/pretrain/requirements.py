@@ -23,6 +23,7 @@ FSDP_V2_FLAGS = (
     "--cuda-graph-impl",
     "--cuda-graph-warmup-steps",
     "--fsdp-trace-pool",
+    "--create-all-gather-group",
     "--megatron-fsdp-min-unit-numel",
     "--nccl-ub",
 )
@@ -134,6 +135,11 @@ REQUIREMENTS = (
         ("--megatron-fsdp-static-gradients",),
         "no --fsdp-trace-pool (with which gradients keep their memory in any case)",
         lambda a: not a.fsdp_trace_pool,
+    ),
+    _R(
+        ("--create-all-gather-group",),
+        "--data-parallel-sharding-strategy optim_grads_params (the others gather while nothing is reduced)",
+        lambda a: a.data_parallel_sharding_strategy == "optim_grads_params",
     ),
     _R(("--nccl-ub",), "--fsdp-trace-pool", lambda a: a.fsdp_trace_pool),
     _R(

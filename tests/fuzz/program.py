@@ -157,6 +157,7 @@ class Program:
         is_implicit: whether fully_shard runs outside a context; one root only.
         is_unified: whether both communication streams are one.
         has_pool: whether buffers have fixed places; not drawn at random.
+        is_separate: whether weights are gathered in process groups of their own; not drawn at random.
         joins: whether leaves beside each other that are units form one; not drawn at random.
         schedules: of the units in turn, modulo their number.
         strategies: likewise, keys of `STRATEGIES`.
@@ -180,6 +181,7 @@ class Program:
     is_implicit: bool = False
     is_unified: bool = False
     has_pool: bool = False
+    is_separate: bool = False
     joins: bool = False
     schedules: tuple[Schedule, ...] = (Schedule(),)
     strategies: tuple[str, ...] = ("optim_grads_params",)

@@ -87,7 +87,12 @@ def _shard(program: Program, roots: list[CellModule]) -> FsdpContext:
     block = (
         nullcontext(None)
         if program.is_implicit
-        else fully_shard_context("cpu", unify_communication_stream=program.is_unified, trace_pool=program.has_pool)
+        else fully_shard_context(
+            "cpu",
+            unify_communication_stream=program.is_unified,
+            trace_pool=program.has_pool,
+            separate_communicators=program.is_separate,
+        )
     )
     number = 0
     with block as context:

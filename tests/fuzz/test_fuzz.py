@@ -10,7 +10,7 @@ import pytest
 
 from tests.fuzz.bugs import BUGS
 from tests.fuzz.generate import generate
-from tests.fuzz.program import program_from_json
+from tests.fuzz.program import STRATEGIES, Program, program_from_json
 from tests.fuzz.search import find_failures
 
 NUM_PROGRAMS = 80
@@ -23,12 +23,25 @@ def test_random_programs_equal_one_process() -> None:
 
 
 def test_random_programs_in_a_pool_equal_one_process() -> None:
-    """Or are refused, which none of these is; those without a context cannot have a pool."""
+    """Or are refused, which none of these is; those without a context cannot have a pool.
+
+    Where that has an effect, weights are gathered in process groups of their own as well.
+    """
     programs = [generate(seed) for seed in range(NUM_PROGRAMS)]
-    pooled = [replace(program, has_pool=True) for program in programs if not program.is_implicit]
+    pooled = [
+        replace(program, has_pool=True, is_separate=_may_be_separate(program))
+        for program in programs
+        if not program.is_implicit
+    ]
     assert len(pooled) > NUM_PROGRAMS / 2
+    assert any(program.is_separate and program.world_size > 1 for program in pooled)
     failures = find_failures(pooled, max_failures=1)
     assert not failures, [f"python -m tests.fuzz --program '{f.program.to_json()}': {f.text}" for f in failures]
+
+
+def _may_be_separate(program: Program) -> bool:
+    has_gathers = all(STRATEGIES[name][0] == "optim_grads_params" for name in program.strategies)
+    return has_gathers and not program.is_unified
 
 
 def test_random_programs_with_joint_units_equal_one_process() -> None:

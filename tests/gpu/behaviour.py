@@ -34,6 +34,7 @@ HOST_ONLY = {
     "test_schedule.py": "puts vector clocks in place of host streams; races.py asks the same of real streams",
     "test_learnt_order.py": "puts vector clocks in place of host streams",
     "test_trace_pool.py": "puts vector clocks in place of host streams; races.py and memory.py have real ones",
+    "test_secondary_shard.py": "puts doubles in place of streams and graphs, on four ranks",
     "test_slot_plan.py": "computes with integers",
     "test_symmetric_memory.py": "puts a double in place of NCCL's memory",
     "test_graph.py": "puts a double in place of CUDA graphs; graphs.py captures real ones",
@@ -51,6 +52,7 @@ HOST_ONLY = {
 # The same for single tests.
 HOST_ONLY_TESTS = {
     "test_backend_failure_names_unit_and_operation": "gloo raises at a time-out, NCCL's watchdog ends the process",
+    "test_what_waits_for_what": "puts vector clocks in place of host streams, and a model of NCCL's order",
     "test_pb073_environment_and_end_of_the_program": "starts gloo ranks of its own",
 }
 

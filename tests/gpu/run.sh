@@ -2,7 +2,7 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
 #
-# All checks that need GPUs, within 11 minutes on two of them; run it from an environment in which the project, pytest
+# All checks that need GPUs, within 13 minutes on two of them; run it from an environment in which the project, pytest
 # and hypothesis are installed:
 #
 #     tests/gpu/run.sh [folder for logs and plots]
@@ -16,6 +16,7 @@
 #     overlap     communication beside compute, no waiting host          python -m tests.gpu.checks --ranks 2 overlap
 #     graphs      whole iterations in one CUDA graph, bit for bit        python -m tests.gpu.checks --ranks 2 graphs
 #     same_losses a training run in bf16 with and without a graph        python -m tests.gpu.same_losses --ranks 2
+#     resume      a save in the background and a resume               python -m tests.gpu.resume --ranks 2
 #     pretrain    a training run in bf16, with its loss curve
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -48,6 +49,7 @@ part one_rank 130 "$python" -m tests.gpu.checks --ranks 1 races memory overlap g
 [ "$ranks" -eq 1 ] || part two_ranks 140 "$python" -m tests.gpu.checks --ranks 2 races memory overlap graphs
 if [ "$FSDP_TEST_DEVICE" = cuda ]; then
     part same_losses 110 "$python" -m tests.gpu.same_losses --ranks "$ranks"
+    part resume 110 "$python" -m tests.gpu.resume --ranks "$ranks"
     part pretrain 70 env NPROC="$ranks" PYTHON="$python" examples/megatron_fsdp/pretrain_bytes.sh --use-megatron-fsdp-v2 \
         --bf16 --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 \
         --train-iters 50 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 5 --log-interval 5 --eval-interval 50 --eval-iters 5 \

@@ -32,6 +32,7 @@ class Cost:
         compute_bytes: bytes of an element of the compute weights.
         main_bytes: bytes of an element of main weights, main gradients and what is sent of gradients.
         has_one_dtype: whether compute and main weights have one dtype.
+        num_keeping: ranks that keep the weights among each other between forward and backward; None for none.
     """
 
     placements: Placements
@@ -41,6 +42,7 @@ class Cost:
     compute_bytes: int
     main_bytes: int
     has_one_dtype: bool
+    num_keeping: int | None = None
 
     def _shards(self, field: str) -> int:
         at = getattr(self.placements, field)
@@ -71,9 +73,13 @@ class Cost:
         gradient = self.numel * self.compute_bytes if counts_autograd else 0
         packed = self.numel * self.main_bytes
         final = self.numel * self.main_bytes / self._shards("optimizer")
-        peak = 0.0
+        kept = 0.0 if self.num_keeping is None else weight / self.num_keeping
+        # In forward, when the last unit's copy is made of its gathered weights.
+        peak = weight + self.depth * kept
         for unit in range(self.depth):
-            weights = weight * (2 if unit < self.depth - 1 else 1)
+            # The copies of this unit and of the next one, which are both gathered, are gone.
+            copies = kept * max(0, self.depth - unit - 2)
+            weights = weight * (2 if unit < self.depth - 1 else 1) + copies
             in_flight = packed * (2 if unit else 1)
             before_reduction = weights + in_flight + gradient + unit * final
             after_reduction = weights + in_flight + (unit + 1) * final
@@ -89,7 +95,10 @@ class Cost:
             for name in ("parameter", "gradient", "optimizer")
         }
         refreshed = [axis for axis in of["optimizer"] if axis not in of["parameter"]]
-        self._count_gathers(counts, of["parameter"], 2 * microbatches, self.numel, weight_dtype)
+        times = microbatches if self.num_keeping else 2 * microbatches
+        self._count_gathers(counts, of["parameter"], times, self.numel, weight_dtype)
+        if self.num_keeping:
+            counts["all_gather", weight_dtype, self.numel, self.num_keeping] += self.depth * microbatches
         held = self.numel // self._shards("parameter")
         self._count_gathers(counts, refreshed, 1, held, weight_dtype)
         numel, times = self.numel, microbatches

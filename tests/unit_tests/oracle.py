@@ -174,6 +174,8 @@ def assert_at_rest(model: Any) -> None:
         assert not unit._fsdp_active_calls and unit._fsdp_open_call is None, unit.name
         for group in unit.parameter_groups:
             assert not (group.gathers and group.full_weight.has_storage), group.name
+            kept: Any = getattr(group, "kept_weight", None)
+            assert kept is None or not kept.has_storage, kept.name
             if group.gradients is not None:
                 at = group.gradients.at
                 for buffer in (at.full, at.reduced, at.sliced):

@@ -171,6 +171,21 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
         ),
         "reshard_after_forward: expected None where parameters are replicated, got True",
     ),
+    "reshard_of_replicated_to_a_number": (
+        ValueError,
+        lambda: fully_shard(nn.Linear(2, 2), placements=Placements.from_strategy("optim"), reshard_after_forward=2),
+        "reshard_after_forward: expected None where parameters are replicated, got 2; it would have no effect",
+    ),
+    "reshard_to_a_number_over_two_axes": (
+        NotImplementedError,
+        lambda: fully_shard(nn.Linear(2, 2), _mesh(1, 2), reshard_after_forward=2),
+        "reshard_after_forward: expected True, False or None where several axes shard the parameters, got 2. Shard",
+    ),
+    "reshard_to_no_divisor": (
+        ValueError,
+        lambda: fully_shard(nn.Linear(2, 2), _mesh(2), reshard_after_forward=3),
+        "reshard_after_forward: expected a divisor of the 2 ranks that shard the parameters, got 3. Give",
+    ),
     "unknown_axis": (ValueError, _unknown_axis, "fully_shard placements: expected the mesh's axes ('dp',)"),
     "narrow_accumulator": (
         ValueError,

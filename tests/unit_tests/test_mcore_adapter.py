@@ -55,6 +55,7 @@ HONOURED = {
     "data_parallel_sharding_strategy",
     "grad_reduce_in_fp32",
     "megatron_fsdp_backward_prefetch_units",
+    "megatron_fsdp_create_all_gather_group",
     "megatron_fsdp_forward_prefetch_units",
     "megatron_fsdp_grad_comm_dtype",
     "megatron_fsdp_main_grads_dtype",
@@ -688,6 +689,9 @@ def _schedule_options() -> None:
     for pooled in (False, True):
         context = wrap(build_tower(), megatron_fsdp_trace_pool=pooled).fsdp_context
         assert (context.pool is not None) is pooled
+    for separate in (False, True):
+        context = wrap(build_tower(), megatron_fsdp_create_all_gather_group=separate).fsdp_context
+        assert context.communicators.is_separate is separate
     with pytest.raises(ValueError, match=r"static_gradients: expected False with trace_pool=True, .* got True"):
         wrap(build_tower(), megatron_fsdp_trace_pool=True, megatron_fsdp_static_gradients=True)
 
@@ -906,20 +910,23 @@ def _refuse_strategies() -> None:
             )
             for strategy in ("no_shard", "optim", "optim_grads")
         ),
+        (
+            {"data_parallel_sharding_strategy": "optim", "megatron_fsdp_create_all_gather_group": True},
+            "create_all_gather_group: expected False with data_parallel_sharding_strategy='optim', which keeps whole",
+        ),
     ):
         _refuse(ValueError, error, build_tower(), ddp_config(**options), fsdp_unit_modules=[nn.Linear])
 
 
 def _refusals() -> None:
     start()
-    for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
-        tower = build_tower()
-        setattr(tower.config, f"{name}_parallel_size", 2)
-        _refuse(
-            NotImplementedError,
-            rf"{name}_parallel_size: expected 1, got 2.*Set --{name.replace('_', '-')}-parallel-size 1\.",
-            tower,
-        )
+    tower = build_tower()
+    tower.config.pipeline_model_parallel_size = 2
+    _refuse(
+        NotImplementedError,
+        r"pipeline_model_parallel_size: expected 1, got 2.*Set --pipeline-model-parallel-size 1\.",
+        tower,
+    )
     for name, value, cure in (
         ("defer_embedding_wgrad_compute", True, "no --defer-embedding-wgrad-compute"),
         ("fp8", "hybrid", "no --fp8-format"),

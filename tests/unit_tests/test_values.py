@@ -98,7 +98,8 @@ def test_bad_dtypes(field: str, value: object) -> None:
         ({"backward_prefetch_units": True}, "backward_prefetch_units: expected an int >= 0"),
         ({"forward_prefetch_numel": 0}, "forward_prefetch_numel: expected an int >= 1"),
         ({"backward_prefetch_units": 0, "backward_prefetch_numel": 5}, "it would have no effect"),
-        ({"reshard_after_forward": "no"}, "reshard_after_forward: expected True, False or None"),
+        ({"reshard_after_forward": "no"}, "reshard_after_forward: expected True, False, None or an int >= 1, got 'no'"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward: expected True, False, None or an int >= 1, got 0"),
     ],
 )
 def test_bad_schedule_policies(arguments: dict[str, object], message: str) -> None:

@@ -21,6 +21,9 @@ from megatron.pretrain.requirements import CHECKPOINT_FLAGS
 V2 = "--use-megatron-fsdp-v2"
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 FILES = "--data-path a --vocab-size 9"
+NO_BIAS = "--disable-bias-linear"
+MOE = f"--num-experts 4 {NO_BIAS}"
+BIASED = f"--moe-router-score-function sigmoid {MOE}"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 30"
 GROWING = "--weight-decay-incr-style linear --start-weight-decay 0.25 --end-weight-decay 0.5"
 
@@ -42,6 +45,7 @@ CASES = [
     ("--add-qkv-bias --disable-bias-linear", "config", "add_qkv_bias", True),
     ("--attention-dropout 0.3", "config", "attention_dropout", 0.3),
     ("--hidden-dropout 0.3", "config", "hidden_dropout", 0.3),
+    ("--use-cpu-initialization", "config", "use_cpu_initialization", True),
     ("--init-method-std 0.5", "config", "init_method_std", 0.5),
     ("--calculate-per-token-loss", "config", "calculate_per_token_loss", True),
     ("--recompute-granularity selective", "config", "recompute_granularity", "selective"),
@@ -50,6 +54,19 @@ CASES = [
      "recompute_num_layers", 2),
     ("--bf16", "config", "bf16", True),
     ("--bf16", "config", "params_dtype", torch.bfloat16),
+    (f"--num-experts 4 {NO_BIAS}", "config", "num_moe_experts", 4),
+    (f"--moe-ffn-hidden-size 24 {MOE}", "config", "moe_ffn_hidden_size", 24),
+    (f"--moe-router-topk 3 {MOE}", "config", "moe_router_topk", 3),
+    (f"--moe-router-pre-softmax {MOE}", "config", "moe_router_pre_softmax", True),
+    (f"--moe-router-score-function sigmoid {MOE}", "config", "moe_router_score_function", "sigmoid"),
+    (f"--moe-router-load-balancing-type none {MOE}", "config", "moe_router_load_balancing_type", "none"),
+    (f"--moe-router-dtype fp64 {MOE}", "config", "moe_router_dtype", "fp64"),
+    (f"--moe-router-enable-expert-bias {BIASED}", "config", "moe_router_enable_expert_bias", True),
+    (f"--moe-router-bias-update-rate 0.5 --moe-router-enable-expert-bias {BIASED}", "config",
+     "moe_router_bias_update_rate", 0.5),
+    (f"--moe-aux-loss-coeff 0.5 {MOE}", "config", "moe_aux_loss_coeff", 0.5),
+    (f"--moe-z-loss-coeff 0.5 {MOE}", "config", "moe_z_loss_coeff", 0.5),
+    (f"--moe-token-dispatcher-type alltoall {MOE}", "config", "moe_token_dispatcher_type", "alltoall"),
     ("--max-position-embeddings 512", "model", "max_sequence_length", 512),
     ("--position-embedding-type rope", "model", "position_embedding_type", "rope"),
     ("--rotary-base 500 --position-embedding-type rope", "model", "rotary_base", 500),
@@ -124,6 +141,8 @@ CASES = [
     (f"--megatron-fsdp-static-gradients {V2}", "ddp", "megatron_fsdp_static_gradients", True),
     (f"--megatron-fsdp-min-unit-numel 99 {V2}", "ddp", "megatron_fsdp_min_unit_numel", 99),
     (f"--fsdp-trace-pool {V2}", "ddp", "megatron_fsdp_trace_pool", True),
+    (f"--create-all-gather-group --data-parallel-sharding-strategy optim_grads_params {V2}", "ddp",
+     "megatron_fsdp_create_all_gather_group", True),
     (f"--nccl-ub --fsdp-trace-pool {V2}", "ddp", "nccl_ub", True),
     (f"--megatron-fsdp-main-params-dtype bf16 --bf16 {V2}", "ddp", "megatron_fsdp_main_params_dtype",
      torch.bfloat16),
@@ -136,6 +155,7 @@ CASES = [
 ELSEWHERE = {
     "--help",
     "--mock-data",
+    "--sequence-parallel",
     "--eval-interval",
     "--eval-iters",
     "--log-interval",
@@ -144,7 +164,10 @@ ELSEWHERE = {
     *("--cuda-graph-impl", "--cuda-graph-warmup-steps"),
     "--distributed-backend",
     "--distributed-timeout-minutes",
-    *(f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context", "expert-model")),
+    *(
+        f"--{name}-parallel-size"
+        for name in ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
+    ),
     *("--log-json", "--tensorboard-dir", "--tensorboard-log-interval", "--plot"),
     *("--profile-schedule", "--profile-step-start", "--profile-step-end"),
     *CHECKPOINT_FLAGS,

@@ -45,7 +45,9 @@ def test_a_bad_variable_is_no_rank_0(changes: dict[str, str | None], message: st
 
 
 def _args(**changes: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"distributed_backend": None, "num_distributed_optimizer_instances": 1, **changes})
+    kinds = ("tensor_model", "context", "expert_model", "expert_tensor")
+    sizes = {f"{kind}_parallel_size": 1 for kind in kinds} | {"num_distributed_optimizer_instances": 1}
+    return argparse.Namespace(**{"distributed_backend": None, **sizes, **changes})
 
 
 def test_nccl_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,11 +172,10 @@ def test_experts_are_as_wide_as_the_mlp_unless_told_otherwise() -> None:
     assert expert_config(checked("")) == {}
 
 
-@pytest.mark.parametrize("name", ["tensor-model", "pipeline-model", "context", "expert-model"])
-def test_other_parallelisms_are_a_known_limit(name: str) -> None:
-    assert checked(f"--{name}-parallel-size 1")
-    with pytest.raises(NotImplementedError, match=f"expected 1, got 2 for --{name}-parallel-size"):
-        checked(f"--{name}-parallel-size 2")
+def test_pipelines_are_a_known_limit() -> None:
+    assert checked("--pipeline-model-parallel-size 1")
+    with pytest.raises(NotImplementedError, match="expected 1, got 2 for --pipeline-model-parallel-size"):
+        checked("--pipeline-model-parallel-size 2")
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
@@ -241,6 +240,7 @@ IDLE = [
     "--moe-token-dispatcher-type alltoall",
     "--expert-model-parallel-size 2",
     "--expert-tensor-parallel-size 2",
+    "--sequence-parallel",
     "--rotary-base 500",
     "--rotary-percent 0.5",
     "--reset-position-ids --position-embedding-type rope",
@@ -274,6 +274,8 @@ IDLE = [
     "--cuda-graph-warmup-steps 2 --use-megatron-fsdp-v2",
     "--megatron-fsdp-static-gradients --fsdp-trace-pool --use-megatron-fsdp-v2",
     "--fsdp-trace-pool",
+    "--create-all-gather-group",
+    "--create-all-gather-group --data-parallel-sharding-strategy optim --use-megatron-fsdp-v2",
     "--nccl-ub --use-megatron-fsdp-v2",
     "--megatron-fsdp-main-params-dtype fp32",
     "--megatron-fsdp-main-grads-dtype fp32",

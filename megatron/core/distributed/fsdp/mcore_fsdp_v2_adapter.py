@@ -117,17 +117,18 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         has_copies = any(at.is_replicate() for at in options["placements"].optimizer)
         self._has_replicas = has_copies or tensor_parallel_size > 1 or bool(experts)
         self._has_whole_gradients = all(at.is_replicate() for at in options["placements"].optimizer)
-        memory = {
+        options_of_all = {
             "use_symmetric_memory": getattr(ddp_config, "nccl_ub", False),
             "unify_communication_stream": getattr(ddp_config, "megatron_fsdp_unify_communication_stream", False),
             "trace_pool": getattr(ddp_config, "megatron_fsdp_trace_pool", False),
+            "separate_communicators": getattr(ddp_config, "megatron_fsdp_create_all_gather_group", False),
         }
         min_numel = getattr(ddp_config, "megatron_fsdp_min_unit_numel", 0)
         joined = join_units(module, [unit for unit in units if unit is not module], min_numel)
         # All of them before the first, so that a chunk that is refused is left as it was.
         runs = list(units_with_experts([*reversed(joined), [module]]))
         check_shardable([unit for run, _ in runs for unit in run], options["mixed_precision_policy"])
-        with fully_shard_context(self.device, **memory) as context:
+        with fully_shard_context(self.device, **options_of_all) as context:
             for run, has_experts in runs:
                 fully_shard(list(run), **(of_experts if has_experts else options))
         self.fsdp_context: FsdpContext = context

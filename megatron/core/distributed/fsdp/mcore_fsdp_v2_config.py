@@ -47,6 +47,9 @@ class DistributedDataParallelConfig(_StockConfig):
         megatron_fsdp_unify_communication_stream: see `FsdpContext`.
         megatron_fsdp_static_gradients: see `SchedulePolicy.static_gradients`.
         megatron_fsdp_trace_pool: see `fully_shard_context`.
+        megatron_fsdp_create_all_gather_group: gather weights in process groups of their own, as
+            `fully_shard_context(separate_communicators=True)` does. They are made here: the all-gather group of
+            megatron-core's `initialize_model_parallel(create_all_gather_group=True)` is not needed.
         megatron_fsdp_min_unit_numel: join neighbouring units until one has so many parameters, so that small layers are
             gathered and reduced together; 0 for none.
     """
@@ -61,6 +64,7 @@ class DistributedDataParallelConfig(_StockConfig):
     megatron_fsdp_unify_communication_stream: bool = False
     megatron_fsdp_static_gradients: bool = False
     megatron_fsdp_trace_pool: bool = False
+    megatron_fsdp_create_all_gather_group: bool = False
     megatron_fsdp_min_unit_numel: int = 0
 
 
@@ -71,6 +75,7 @@ _HONOURED = frozenset(
         "data_parallel_sharding_strategy",
         "grad_reduce_in_fp32",
         "megatron_fsdp_backward_prefetch_units",
+        "megatron_fsdp_create_all_gather_group",
         "megatron_fsdp_forward_prefetch_units",
         "megatron_fsdp_grad_comm_dtype",
         "megatron_fsdp_main_grads_dtype",
@@ -181,13 +186,19 @@ def _check_strategies(ddp_config: _StockConfig) -> None:
             f"{outer!r}; there is no outer axis to shard over. Set --num-distributed-optimizer-instances above 1, or "
             "drop --outer-dp-sharding-strategy."
         )
-    reshard = getattr(ddp_config, "megatron_fsdp_reshard_after_forward", None)
-    if reshard is not None and not any(at.is_shard() for at in shard_placements(ddp_config).parameter):
-        raise ValueError(
-            "megatron_fsdp_reshard_after_forward: expected None with data_parallel_sharding_strategy="
-            f"{ddp_config.data_parallel_sharding_strategy!r}, which keeps whole weights on every rank, got {reshard}; "
-            "it would have no effect. Leave it out, or set --data-parallel-sharding-strategy optim_grads_params."
-        )
+    if any(at.is_shard() for at in shard_placements(ddp_config).parameter):
+        return
+    for name, default in (
+        ("megatron_fsdp_reshard_after_forward", None),
+        ("megatron_fsdp_create_all_gather_group", False),
+    ):
+        value = getattr(ddp_config, name, default)
+        if value is not default:
+            raise ValueError(
+                f"{name}: expected {default} with data_parallel_sharding_strategy="
+                f"{ddp_config.data_parallel_sharding_strategy!r}, which keeps whole weights on every rank, got {value};"
+                " it would have no effect. Leave it out, or set --data-parallel-sharding-strategy optim_grads_params."
+            )
 
 
 def shard_placements(ddp_config: _StockConfig) -> Placements:

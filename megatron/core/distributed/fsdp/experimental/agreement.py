@@ -76,6 +76,7 @@ def record_unit(owned: Sequence[OwnedParameter], options: GroupOptions, register
         ("gradient_reduction", options.gradient_reduction),
         ("register_hooks", repr(register_hooks)),
         ("memory", type(options.allocator).__name__),
+        ("separate_communicators", repr(options.separate_communicators)),
     ]
     checksum = torch.zeros((), dtype=torch.int64, device=options.device)
     for item in owned:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -115,7 +116,7 @@ def _check_container(module: nn.Module, owned: list[OwnedParameter]) -> None:
         )
 
 
-def merge_schedule(policy: SchedulePolicy | None, reshard_after_forward: bool | None) -> SchedulePolicy:
+def merge_schedule(policy: SchedulePolicy | None, reshard_after_forward: bool | int | None) -> SchedulePolicy:
     """Return the schedule that both arguments describe, refusing two values for one setting."""
     schedule = policy or SchedulePolicy()
     if reshard_after_forward is None:
@@ -155,14 +156,35 @@ def check_placements(mesh: DeviceMesh, placements: Placements | None) -> Placeme
     return replace(placements, dp_axes=indices[:count])
 
 
-def check_schedule(schedule: SchedulePolicy, placements: Placements) -> None:
-    """Refuse a setting without effect."""
-    gathers = any(isinstance(at, Shard) for at in placements.parameter)
-    if schedule.reshard_after_forward is not None and not gathers:
+def check_schedule(schedule: SchedulePolicy, placements: Placements, mesh: DeviceMesh) -> SchedulePolicy:
+    """Return the schedule with what a number for reshard_after_forward means; refuse a setting without effect."""
+    reshard = schedule.reshard_after_forward
+    axes = [axis for axis, at in enumerate(placements.parameter) if isinstance(at, Shard)]
+    if reshard is not None and not axes:
         raise ValueError(
             f"fully_shard reshard_after_forward: expected None where parameters are replicated, got "
-            f"{schedule.reshard_after_forward}; it would have no effect. Leave it out, or shard the parameters."
+            f"{reshard}; it would have no effect. Leave it out, or shard the parameters."
         )
+    if type(reshard) is not int:
+        return schedule
+    sizes = [mesh.size(axis) for axis in axes]
+    if len(sizes) > 1:
+        raise NotImplementedError(
+            f"fully_shard reshard_after_forward: expected True, False or None where several axes shard the parameters, "
+            f"got {reshard}. Shard them over a mesh of one axis, or over one of its axes."
+        )
+    if sizes[0] % reshard:
+        raise ValueError(
+            f"fully_shard reshard_after_forward: expected a divisor of the {sizes[0]} ranks that shard the parameters, "
+            f"got {reshard}. Give the number of ranks of one node, or True."
+        )
+    if reshard == 1:
+        warnings.warn(
+            "fully_shard reshard_after_forward: expected True or False, or a number above 1, got the number 1, which "
+            "keeps whole weights on every rank, as False does. Say True to release them.",
+            stacklevel=3,
+        )
+    return schedule if 1 < reshard < sizes[0] else replace(schedule, reshard_after_forward=reshard > 1)
 
 
 def _check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: MixedPrecisionPolicy) -> None:

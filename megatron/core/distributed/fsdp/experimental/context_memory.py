@@ -59,7 +59,7 @@ class ContextMemory:
     allocator: StorageAllocator
     pool: TracePool | None
     units: Callable[[], list[Unit]]
-    reshard: Callable[[Unit], None]
+    reshard: Callable[..., None]
 
     def _set_up_memory(
         self, device: torch.device, own_streams: Sequence[Stream], symmetric: bool, trace_pool: bool
@@ -126,7 +126,8 @@ class ContextMemory:
     def _process_groups(self) -> Iterable[dist.ProcessGroup]:
         """Return the groups that the units communicate in, in one order on every rank."""
         meshes = [group.main_weight.mesh for group in self._groups()]
-        groups = {mesh.group(axis).group_name: mesh.group(axis) for mesh in meshes for axis in range(mesh.ndim)}
+        of_axes = [(mesh.group(axis), mesh.gather_group(axis)) for mesh in meshes for axis in range(mesh.ndim)]
+        groups = {group.group_name: group for both in of_axes for group in both}
         return [group for _, group in sorted(groups.items())]
 
     def _groups(self) -> Iterable[FsdpParameterGroup]:

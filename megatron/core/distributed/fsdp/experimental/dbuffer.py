@@ -253,7 +253,7 @@ class DBuffer:
             for axis in reversed(self.mesh.axes):
                 if current[axis] != self.placements[axis]:
                     current[axis] = Replicate()
-                    steps.append((self._part(self._range(current)), self.mesh.group(axis)))
+                    steps.append((self._part(self._range(current)), self.mesh.gather_group(axis)))
             known = _Gather(placements, self._part(self._range(placements)), steps)
             self._gathers[id(placements)] = known
             self.num_plan_views += 1 + len(steps)

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ from .parameter_group import FsdpParameterGroup
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
 from .replaced import retire
 from .schedule import FsdpContext
+from .secondary_shard import SecondarilyShardedGroup
 from .step_guard import watch_steps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
@@ -52,6 +54,7 @@ def fully_shard_context(
     use_symmetric_memory: bool = False,
     unify_communication_stream: bool = False,
     trace_pool: bool = False,
+    separate_communicators: bool = False,
 ) -> Iterator[FsdpContext]:
     """Build roots that share streams, prefetch orders and the microbatch flag; ready to run after the block.
 
@@ -62,11 +65,14 @@ def fully_shard_context(
         unify_communication_stream: see `FsdpContext`.
         trace_pool: keep memory that lives and dies inside a step in places that do not change, planned from a recorded
             iteration; gradients keep their memory, too. See `ContextMemory`.
+        separate_communicators: see `FsdpContext`.
 
     Raises:
         RuntimeError: another `fully_shard_context` block is open.
-        ValueError: `trace_pool` without a unit that could use it, or `use_symmetric_memory` without `trace_pool`.
-        NotImplementedError: `use_symmetric_memory` on the host, or with an older torch.
+        ValueError: `trace_pool` without a unit that could use it, `use_symmetric_memory` without `trace_pool`, or
+            `separate_communicators` without effect.
+        NotImplementedError: `use_symmetric_memory` on the host, or with an older torch; `separate_communicators` over a
+            mesh without some ranks of the program.
     """
     if _active_context.get() is not None:
         raise RuntimeError(
@@ -77,6 +83,7 @@ def fully_shard_context(
         use_symmetric_memory=use_symmetric_memory,
         unify_communication_stream=unify_communication_stream,
         trace_pool=trace_pool,
+        separate_communicators=separate_communicators,
     )
     token = _active_context.set(context)
     try:
@@ -96,7 +103,7 @@ def fully_shard(
     *,
     gradient_reduction: GradientReduction = "average",
     schedule_policy: SchedulePolicy | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     register_hooks: bool = True,
 ) -> ModuleT:
     """Make `module` a unit: shard the parameters that no unit inside it owns, in place.
@@ -121,16 +128,16 @@ def fully_shard(
     Raises:
         TypeError: an argument of the wrong kind.
         ValueError: arguments that do not fit each other, or parameters that cannot be sharded.
+        NotImplementedError: a number for `reshard_after_forward` where several axes shard the parameters.
         RuntimeError: the module is a unit already, or its context is closed.
     """
     modules = check_modules(module, register_hooks)
     check_types(mesh, placements, mixed_precision_policy, schedule_policy)
     check_numbers(grad_divisor, gradient_reduction)
     policy = mixed_precision_policy or MixedPrecisionPolicy()
-    schedule = merge_schedule(schedule_policy, reshard_after_forward)
     mesh = mesh or _default_mesh()
     placements = check_placements(mesh, placements)
-    check_schedule(schedule, placements)
+    schedule = check_schedule(merge_schedule(schedule_policy, reshard_after_forward), placements, mesh)
     owned = _owned_parameters(modules, policy)
     context, absorbed = _join_context(modules[0], mesh)
     options = GroupOptions(
@@ -143,6 +150,7 @@ def fully_shard(
         allocator=context.allocator,
         lasting_allocator=default_allocator,
         keeps_gradient_memory=context.keeps_gradients(schedule.static_gradients),
+        separate_communicators=context.communicators.is_separate,
     )
     _attach(modules, context, absorbed, owned, options, schedule, register_hooks)
     return module
@@ -166,9 +174,11 @@ def _attach(
     module, *followers = modules
     label = f"{type(module).__name__}#{len(context.units())}"
     record = record_unit(owned, options, register_hooks)
-    groups = tuple(
-        FsdpParameterGroup(members, options, label, index) for index, members in enumerate(group_parameters(owned))
+    reshard = schedule_policy.reshard_after_forward
+    make_group: Callable[..., FsdpParameterGroup] = (
+        partial(SecondarilyShardedGroup, num_ranks=reshard) if type(reshard) is int else FsdpParameterGroup
     )
+    groups = tuple(make_group(members, options, label, index) for index, members in enumerate(group_parameters(owned)))
     for item in owned:
         retire(item.parameter, item.fqn, label)
     for member in modules:

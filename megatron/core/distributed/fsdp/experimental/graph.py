@@ -285,6 +285,8 @@ class CapturedIteration:
         for unit in self._units:
             if unit.is_resting() and unit.unshard_event is not None:
                 unit.reshard()
+        for context in self._contexts:
+            context.reshard_idle_units()
         for group in self._groups:
             group.mark_main_weight_written()
 

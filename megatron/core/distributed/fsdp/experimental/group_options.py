@@ -54,6 +54,7 @@ class GroupOptions:
         allocator: where storage comes from that lives and dies inside a step.
         lasting_allocator: where other storage comes from: of main and compute weights, and of main gradients.
         keeps_gradient_memory: whether cleared gradients keep their memory.
+        separate_communicators: whether weights are gathered in process groups of their own.
     """
 
     mesh: DeviceMesh
@@ -65,6 +66,7 @@ class GroupOptions:
     allocator: StorageAllocator
     lasting_allocator: StorageAllocator
     keeps_gradient_memory: bool = False
+    separate_communicators: bool = False
 
     def allocator_of(self, kind: str) -> StorageAllocator:
         """Return where the buffer called `kind` takes its storage from."""

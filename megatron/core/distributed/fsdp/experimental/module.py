@@ -228,11 +228,10 @@ class FsdpModule(UnitControls, SealedModule):
         self._fsdp_enter(UnitPhase.RESTING)
         keep = self._fsdp_policy.reshard_after_forward
         keeps = is_in_backward() or (self.is_root() if keep is None else not keep)
-        if keeps and needs_backward:
-            for group in self._fsdp_groups:
-                group.attach_sharded()
-        else:
-            self.reshard()
+        for group in self._fsdp_groups:
+            group.attach_sharded()
+        if not (keeps and needs_backward):
+            self._fsdp_context.reshard(self, keeps_copy=needs_backward and type(keep) is int)
         if not needs_backward and self._fsdp_context.num_units_in_forward == 0:
             self._fsdp_context.reshard_idle_units(self._fsdp_root())
 

@@ -162,7 +162,9 @@ class SchedulePolicy:
         forward_prefetch_numel: upper bound on the parameter elements gathered ahead; None for no bound.
         backward_prefetch_numel: the same in backward.
         reshard_after_forward: whether weights are released between forward and backward. None means yes except
-            for the root, whose weights backward needs first.
+            for the root, whose weights backward needs first. A number n means yes, but n neighbouring ranks keep them
+            among each other, from which backward gathers: a divisor of the ranks that shard the weights, all of which
+            mean True, and 1 means False.
         static_gradients: keep the memory of gradients between steps, so that their addresses do not change. Otherwise
             clearing gradients frees it.
     """
@@ -171,7 +173,7 @@ class SchedulePolicy:
     backward_prefetch_units: int = 1
     forward_prefetch_numel: int | None = None
     backward_prefetch_numel: int | None = None
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     static_gradients: bool = False
 
     def __post_init__(self) -> None:
@@ -193,10 +195,10 @@ class SchedulePolicy:
                     f"SchedulePolicy.{direction}_prefetch_numel: expected None with "
                     f"{direction}_prefetch_units=0, got {numel}; it would have no effect."
                 )
-        if self.reshard_after_forward not in (None, True, False):
+        reshard = self.reshard_after_forward
+        if not (reshard is None or isinstance(reshard, bool) or (isinstance(reshard, int) and reshard >= 1)):
             raise ValueError(
-                f"SchedulePolicy.reshard_after_forward: expected True, False or None, got "
-                f"{self.reshard_after_forward!r}."
+                f"SchedulePolicy.reshard_after_forward: expected True, False, None or an int >= 1, got {reshard!r}."
             )
         if not isinstance(self.static_gradients, bool):
             raise ValueError(f"SchedulePolicy.static_gradients: expected a bool, got {self.static_gradients!r}.")

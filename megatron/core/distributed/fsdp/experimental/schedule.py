@@ -21,6 +21,7 @@ import torch
 
 from .agreement import Agreement, UnitRecord, check_units
 from .backward_task import PostBackward, at_end_of_backward, current_backward, is_in_backward
+from .communicators import Communicators
 from .context_memory import ContextMemory
 from .device import Stream, current_stream, is_capturing, new_stream, profile_range, random_state, set_random_state
 from .indexed_order import IndexedOrder
@@ -28,6 +29,7 @@ from .initial_values import initialize_values
 from .learnt_order import LearntOrder
 from .prefetch import Direction, units_ahead
 from .reductions import ReductionQueue
+from .secondary_shard import drop_copies, keep_copies, make_subgroups
 from .unit import Unit, find_roots, order_units
 
 
@@ -40,6 +42,9 @@ class FsdpContext(ContextMemory):
         unify_communication_stream: let all-gathers and reductions share one stream, which overlaps less and holds less
             memory at a time.
         trace_pool: see `ContextMemory`.
+        separate_communicators: gather weights in process groups of their own, so that NCCL does not let a reduction
+            wait for a gather that was issued before it; each costs NCCL's buffers. See communicators.py. Refused with
+            `unify_communication_stream`.
     """
 
     def __init__(
@@ -48,16 +53,18 @@ class FsdpContext(ContextMemory):
         use_symmetric_memory: bool = False,
         unify_communication_stream: bool = False,
         trace_pool: bool = False,
+        separate_communicators: bool = False,
     ) -> None:
         self.device = device
+        self.communicators = Communicators(separate_communicators, unify_communication_stream)
         self.use_symmetric_memory = use_symmetric_memory
         self.unify_communication_stream = unify_communication_stream
         self.allgather_stream: Stream = new_stream(device, "all_gather")
         self.reduce_scatter_stream: Stream = (
             self.allgather_stream if unify_communication_stream else new_stream(device, "reduce_scatter")
         )
-        streams = (self.allgather_stream, self.reduce_scatter_stream)
-        self._set_up_memory(device, streams, use_symmetric_memory, trace_pool)
+        own_streams = self.allgather_stream, self.reduce_scatter_stream
+        self._set_up_memory(device, own_streams, use_symmetric_memory, trace_pool)
         self.is_last_microbatch = True
         self.num_units_in_forward = 0
         self.forward_order: IndexedOrder[Unit] = IndexedOrder()
@@ -126,6 +133,8 @@ class FsdpContext(ContextMemory):
         self.initialize_values()
         recorded = [unit for unit in self.forward_order if id(unit) in self._records]
         check_units([(unit, self._records[id(unit)]) for unit in recorded], self.device)
+        self.communicators.separate_gathers(self.units())
+        make_subgroups(self.units(), self.communicators)
         agreement = Agreement([self._records[id(unit)] for unit in recorded], self.device)
         capturing = partial(is_capturing, self.device)
         self.learnt_order = LearntOrder(self.forward_order, self.backward_order, agreement, capturing)
@@ -197,6 +206,7 @@ class FsdpContext(ContextMemory):
             self.learnt_order.drop_backward()
         for unit in self.forward_order:
             unit._fsdp_abandon_backward()
+        self.reshard_idle_units()
         self.reductions.finish(self.current_stream())
 
     def abandon_forward(self, root: Unit) -> None:
@@ -261,22 +271,28 @@ class FsdpContext(ContextMemory):
         for successor in units_ahead(unit, successors, direction):
             self.unshard(successor, is_ahead=True)
 
-    def reshard(self, unit: Unit) -> None:
-        """Free a unit's gathered weights once the work issued so far on the compute stream has read them."""
+    def reshard(self, unit: Unit, keeps_copy: bool = False) -> None:
+        """Free a unit's gathered weights once the work issued so far on the compute stream has read them.
+
+        With `keeps_copy` a few ranks keep them for backward; see secondary_shard.py.
+        """
         if unit.unshard_event is None:
             return
         unit.unshard_event = None
         # Memory goes back to the all-gather stream, whose next gather must not overwrite what compute still reads.
         self.allgather_stream.wait_event(self.current_stream().record_event())
         with self.allgather_stream:
+            if keeps_copy:
+                keep_copies(unit)
             for group in unit.parameter_groups:
                 group.release_full_weight()
 
     def reshard_idle_units(self, root: Unit | None = None) -> None:
-        """Free weights that were gathered ahead for units that did not run, under `root` or everywhere."""
+        """Free weights that were gathered ahead, or kept, for units that did not run, under `root` or everywhere."""
         for unit in self.forward_order:
             if unit.is_resting() and root in (None, unit._fsdp_root()):
                 self.reshard(unit)
+                drop_copies(unit, self.allgather_stream)
 
     # --- gradients ------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ class ShardMesh:
         device_mesh: `mesh`.
         axes: as given, or what None means.
         ndim: as given, or what None means.
+        gather_groups: process groups in which weights are gathered, by axis, where these are not the mesh's.
     """
 
     def __init__(self, mesh: DeviceMesh, axes: Iterable[int] | None = None, ndim: int | None = None) -> None:
@@ -42,6 +43,7 @@ class ShardMesh:
         self.ndim = mesh.ndim if ndim is None else ndim
         self.axes = tuple(reversed(range(self.ndim))) if axes is None else tuple(axes)
         self._groups: dict[int, dist.ProcessGroup] = {}
+        self.gather_groups: dict[int, dist.ProcessGroup] = {}
 
     def __reduce__(self) -> Any:
         """Pickle without process groups."""
@@ -62,6 +64,10 @@ class ShardMesh:
         if axis not in self._groups:
             self._groups[axis] = self.device_mesh.get_group(axis)
         return self._groups[axis]
+
+    def gather_group(self, axis: int) -> dist.ProcessGroup:
+        """Return the process group of this rank along an axis, for weights that are gathered."""
+        return self.gather_groups.get(axis) or self.group(axis)
 
     def position(self, placements: Sequence[Placement]) -> tuple[int, int]:
         """Return (shard, num_merged): this rank holds shard `shard` where `num_merged` of the shards make one.
