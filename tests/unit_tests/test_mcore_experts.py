@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_checkpoint as names
+from megatron.core.distributed.fsdp import mcore_fsdp_v2_experts
 from megatron.core.distributed.fsdp.experimental.checkpoint import OpenCheckpoint, Ranks, write_checkpoint
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import expert_modules, units_with_experts
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_finalize import finalize_model_grads
@@ -127,12 +129,42 @@ def _gradients(strategy: str, microbatches: int) -> list[bool]:
 
 
 @pytest.mark.parametrize(("strategy", "microbatches"), [("optim_grads_params", 2), ("optim", 1)])
-def test_gradients_and_norms_are_those_of_all_tokens_even_of_experts_without_any(
+def test_pb039_gradients_and_norms_are_those_of_all_tokens_even_of_experts_without_any(
     strategy: str, microbatches: int
 ) -> None:
     found = run_ranks(4, _gradients, strategy, microbatches)
     # Ranks 0 and 2 hold the first two experts, 1 and 3 the others.
     assert found == [[True, True], [False, False], [False, False], [True, True]]
+
+
+def _repeated_gradients() -> None:
+    start(expert_parallel_size=2)
+    with cpu_shim():
+        model = _build(2)
+        chunk = wrap(model)
+        optimizer = build_optimizer(chunk)
+        initial = {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
+        runs = []
+        for _ in range(2):
+            with torch.no_grad():
+                for name, parameter in chunk.named_parameters():
+                    parameter.copy_(initial[name])
+            steps = []
+            for _ in range(10):
+                _accumulate(chunk, chunk, 2)
+                finalize_model_grads([chunk])
+                steps.append(full_gradients(chunk))
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    for parameter in chunk.parameters():
+                        parameter.mul_(0.99)
+            runs.append(steps)
+    for first, second in zip(*runs, strict=True):
+        assert_equal(first, second)
+
+
+def test_pb071_gradients_have_the_same_bits_in_every_run() -> None:
+    run_ranks(2, _repeated_gradients)
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -263,6 +295,9 @@ def _refusals() -> None:
     options = ddp_config(num_distributed_optimizer_instances=2)
     with pytest.raises(NotImplementedError, match=r"instances: expected 1 with expert parallelism, got 2; not supp"):
         wrap(tower, config=options)
+    missing = mock.patch.object(mcore_fsdp_v2_experts, "find_group", lambda *unused: None)
+    with missing, pytest.raises(ValueError, match=r"expected a process group expt_dp of the ranks .*, got none"):
+        wrap(tower)
     for etp, ep, message in (
         (2, 2, "expert_tensor_parallel_size: expected 1 with tensor parallelism, got 2"),
         (1, 1, "expert_model_parallel_size: expected a multiple of tensor_model_parallel_size 2, .* got 1"),

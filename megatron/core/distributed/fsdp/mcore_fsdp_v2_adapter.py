@@ -69,7 +69,8 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         disable_bucketing: make the whole chunk one unit.
         device: device of the shards; None means the current accelerator, or the host without one.
         pg_collection: process groups (`dp_cp`; with several instances `intra_dp_cp` and `inter_dist_opt`, with tensor
-            parallelism `tp` and `intra_dist_opt` as well); None means megatron-core's global ones.
+            parallelism `tp` and `intra_dist_opt`, with expert parallelism `expt_dp` as well); None means
+            megatron-core's global ones.
 
     Raises:
         NotImplementedError: a parallel layout or a config field that FSDP v2 does not support yet.

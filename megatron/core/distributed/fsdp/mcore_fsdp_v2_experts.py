@@ -97,6 +97,7 @@ def expert_options(
 
     Raises:
         NotImplementedError: several optimizer instances.
+        ValueError: no process group of the ranks with copies.
     """
     if num_instances > 1:
         raise NotImplementedError(
@@ -104,6 +105,12 @@ def expert_options(
             "supported yet. Set --num-distributed-optimizer-instances 1."
         )
     copies, whole = find_group(pg_collection, EXPERT_AXIS), find_group(pg_collection, "dp_cp")
+    if copies is None:
+        raise ValueError(
+            f"FullyShardedDataParallel pg_collection: expected a process group {EXPERT_AXIS} of the ranks with copies "
+            "of this rank's experts, got none. Pass it, or call "
+            "initialize_model_parallel(expert_model_parallel_size=...)."
+        )
     averages = options["gradient_reduction"] == "average"
     return {
         **options,
