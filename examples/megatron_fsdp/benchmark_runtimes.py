@@ -179,11 +179,12 @@ def fsdp_v2(
     is_compiled: bool = False,
     is_capturable: bool = False,
     layers_per_unit: int = 1,
+    has_unit_graphs: bool = False,
     **context_options: bool,
 ) -> Setup:
     """Megatron-FSDP v2, this repository: fp32 main weights and gradients, bf16 compute and reductions.
 
-    With an outer strategy all ranks lie along the outer of two axes.
+    With an outer strategy all ranks lie along the outer of two axes; with unit graphs each layer has graphs of its own.
     """
     from megatron.core.distributed.fsdp.experimental import (
         MixedPrecisionPolicy,
@@ -204,7 +205,8 @@ def fsdp_v2(
     with fully_shard_context(**context_options) as context:
         layers = list(training.layers)
         for start in range(0, len(layers), layers_per_unit):
-            fully_shard(layers[start : start + layers_per_unit], mesh, placements, mixed_precision_policy=policy)
+            unit = layers[start : start + layers_per_unit]
+            fully_shard(unit, mesh, placements, mixed_precision_policy=policy, cuda_graph=has_unit_graphs)
         fully_shard(model, mesh, placements, mixed_precision_policy=policy)
     optimizer = fully_shard_optimizer(adamw(model.parameters(), capturable=is_capturable))
     return Setup(model, optimizer, microbatch=partial(microbatch, context))
@@ -235,7 +237,9 @@ RUNTIMES: dict[str, Recipe] = {
     "fsdp_v2_joint": partial(fsdp_v2, layers_per_unit=4),
     "fsdp_v2_joint_graph": partial(fsdp_v2_graph, layers_per_unit=4),
     "fsdp_v2_pool": partial(fsdp_v2, trace_pool=True),
+    "fsdp_v2_unit_graph": partial(fsdp_v2, trace_pool=True, has_unit_graphs=True),
     "fsdp_v2_compile": partial(fsdp_v2, is_compiled=True),
+    "fsdp_v2_compile_unit_graph": partial(fsdp_v2, is_compiled=True, trace_pool=True, has_unit_graphs=True),
     "fsdp_v2_graph": fsdp_v2_graph,
     "fsdp_v2_compile_graph": partial(fsdp_v2_graph, is_compiled=True),
 }
@@ -247,7 +251,15 @@ VARIANTS: dict[str, Recipe] = {
     "fsdp_v2_hfsdp": partial(fsdp_v2, outer="optim"),
 }
 """Other settings of this repository, which are measured when they are asked for."""
-NEEDS_CUDA = ("floor", "fsdp1", "fsdp_v2_graph", "fsdp_v2_compile_graph", "fsdp_v2_joint_graph")
+NEEDS_CUDA = (
+    "floor",
+    "fsdp1",
+    "fsdp_v2_graph",
+    "fsdp_v2_compile_graph",
+    "fsdp_v2_joint_graph",
+    "fsdp_v2_unit_graph",
+    "fsdp_v2_compile_unit_graph",
+)
 SLOW_ON_CPUS = ("fsdp2_compile", "fsdp_v2_compile")
 """Compiling takes longer there than all else, so that they are measured when they are asked for."""
 NEEDS_PACKAGE = {"megatron_fsdp": "megatron_fsdp"}

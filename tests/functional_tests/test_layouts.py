@@ -100,7 +100,10 @@ def test_trains_as_one_rank_and_as_ddp(layout: Layout, wrapper: tuple[str, ...],
 def test_bf16_trains_as_ddp(layout: Layout) -> None:
     flags = (*MODEL, *RUN, *layout.flags, "--bf16", "--micro-batch-size", "4")
     found, expected = (launch_once((*wrapper, *flags), layout.ranks) for wrapper in ((V2,), ()))
-    assert_close(found, expected)
+    # A gradient that differs in its last bit may round a weight to the next of bf16's 256 steps.
+    assert_close(found, expected, tolerance=1e-4)
+    for name in ("lm_loss", "grad_norm"):
+        assert found.series(name)[0] == pytest.approx(expected.series(name)[0], rel=TOLERANCE), name
 
 
 @cache

@@ -9,8 +9,9 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.pretrain.arguments import parse_arguments
-from megatron.pretrain.data import check_data, check_token_ids, microbatch_indices
+from megatron.pretrain.data import check_data, check_token_ids, microbatch_indices, prepare_corpus
 from megatron.pretrain.indexed_files import check_indexed_files
+from megatron.pretrain.launcher import Place
 from megatron.pretrain.tokenizer import vocabulary_without_tokenizer
 from megatron.pretrain.validation import validate
 
@@ -193,3 +194,28 @@ def test_the_documented_example_of_the_sampler() -> None:
     assert list(microbatch_indices(8, 2, 0, 2)) == [[0, 1], [4, 5]]
     assert list(microbatch_indices(8, 2, 1, 2)) == [[2, 3], [6, 7]]
     assert list(microbatch_indices(11, 2, 1, 2)) == [[2, 3], [6, 7]]
+
+
+@pytest.mark.parametrize(("num_files", "split"), [(500, "97,3,0"), (501, "969,30,1")])
+def test_a_small_standard_library_has_no_test_set(
+    num_files: int, split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(prefix: str) -> None:
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+        for _ in range(num_files):
+            builder.add_document(np.arange(3, dtype=np.uint16), [3])
+        builder.finalize(f"{prefix}.idx")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("megatron.pretrain.data.build_corpus", build)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    args = parse_arguments([])
+    validate(args, 1)
+    prepare_corpus(args, Place(0, 1, 0, is_launched=False, local_world_size=1))
+    assert args.split == split
+    given = parse_arguments(["--split", "969,30,1"])
+    validate(given, 1)
+    if num_files == 500:
+        with pytest.raises(ValueError, match="expected tokens for test, got none of the 500 sequences"):
+            prepare_corpus(given, Place(0, 1, 0, is_launched=False, local_world_size=1))

@@ -85,8 +85,10 @@ def _check_joint(modules: Sequence[nn.Module], register_hooks: bool) -> None:
         )
 
 
-def check_types(mesh: Any, placements: Any, policy: Any, schedule: Any) -> None:
+def check_types(mesh: Any, placements: Any, policy: Any, schedule: Any, cuda_graph: Any) -> None:
     """Refuse arguments of the wrong kind."""
+    if not isinstance(cuda_graph, bool):
+        raise TypeError(f"fully_shard cuda_graph: expected True or False, got {cuda_graph!r}.")
     expected = (
         ("mesh", mesh, DeviceMesh),
         ("placements", placements, Placements),
@@ -127,6 +129,34 @@ def merge_schedule(policy: SchedulePolicy | None, reshard_after_forward: bool | 
             f"{reshard_after_forward}. Set it in one place."
         )
     return replace(schedule, reshard_after_forward=reshard_after_forward)
+
+
+def check_cuda_graph(
+    modules: Sequence[nn.Module], placements: Placements, register_hooks: bool, *, has_pool: bool
+) -> None:
+    """Refuse graphs of what is no unit by itself, or has no weights at fixed addresses."""
+    kind = type(modules[0]).__name__
+    if len(modules) > 1:
+        raise NotImplementedError(
+            f"fully_shard cuda_graph: expected one module, got {len(modules)} from {kind} on that form one unit, with "
+            "whatever runs between them. Shard them one by one, or a module around them."
+        )
+    if not register_hooks:
+        raise ValueError(
+            f"fully_shard cuda_graph of {kind}: expected register_hooks=True, got False; a graph is replayed between "
+            "the unit's own hooks. Leave one of the two out."
+        )
+    inner = [name for name, module in modules[0].named_modules() if isinstance(module, UnitControls)]
+    if inner:
+        raise ValueError(
+            f"fully_shard cuda_graph of {kind}: expected a module without units inside, got {inner[:3]}, whose gathers "
+            "and reductions would be captured, too. Give cuda_graph to the units inside instead."
+        )
+    if not has_pool and any(isinstance(at, Shard) for at in placements.parameter):
+        raise ValueError(
+            f"fully_shard cuda_graph of {kind}: expected gathered weights at fixed addresses, got a context without a "
+            "pool. Build it with fully_shard_context(trace_pool=True), or replicate the parameters."
+        )
 
 
 def check_numbers(grad_divisor: Any, gradient_reduction: Any) -> None:

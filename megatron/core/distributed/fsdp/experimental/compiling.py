@@ -82,14 +82,15 @@ def compile_forward(
             'gathered weights lie, which changes with every gather. Use mode="max-autotune-no-cudagraphs", or leave it '
             "out."
         )
-    own: Any = vars(module).get("forward")
+    holder = _holder_of_forward(module)
+    own: Any = vars(holder).get("forward")
     if isinstance(own, _CompiledForward) or own is None:
         if replaces or module._compiled_call_impl is None:
             module._compiled_call_impl = None
             forward: Any = type(module).forward
-            module.forward = _CompiledForward(module, torch.compile(forward, *args, **options))
+            holder.forward = _CompiledForward(module, torch.compile(forward, *args, **options))
     elif not _is_compiled(own):
-        module.forward = torch.compile(own, *args, **options)
+        holder.forward = torch.compile(own, *args, **options)
 
 
 def warn_if_uncompiled(module: nn.Module, name: str) -> None:
@@ -112,10 +113,21 @@ def warn_if_uncompiled(module: nn.Module, name: str) -> None:
     )
 
 
+class ForwardRunner:
+    """Stands in a module's attribute ``forward`` for the forward itself, which is its own attribute if it has one."""
+
+    forward: Callable[..., Any]
+
+
+def _holder_of_forward(module: nn.Module) -> Any:
+    own = vars(module).get("forward")
+    return own if isinstance(own, ForwardRunner) else module
+
+
 def _is_compiled(value: Any) -> bool:
     """Return whether a module or function has been compiled on its own."""
     if isinstance(value, nn.Module):
-        own = vars(value).get("forward")
+        own = vars(_holder_of_forward(value)).get("forward")
         return isinstance(own, _CompiledForward) or _is_compiled(own)
     return hasattr(value, "_torchdynamo_orig_callable")
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,14 @@ MAX_POSTPONED = 8
 """Forwards at which buffers should move and cannot, until somebody is told."""
 
 
+class Graphs(Protocol):
+    """Graphs that remember where weights lie."""
+
+    def drop(self) -> None:
+        """Forget all of them."""
+        ...
+
+
 class ContextMemory:
     """Memory of one context; a base of `FsdpContext`.
 
@@ -54,17 +62,19 @@ class ContextMemory:
     Attributes:
         allocator: where what lives and dies inside a step takes its memory from.
         pool: that allocator, if it is a pool.
+        graphs: those of the units with ``cuda_graph=True``; None as long as there are none.
     """
 
     allocator: StorageAllocator
     pool: TracePool | None
+    graphs: Graphs | None
     units: Callable[[], list[Unit]]
     reshard: Callable[..., None]
 
     def _set_up_memory(
         self, device: torch.device, own_streams: Sequence[Stream], symmetric: bool, trace_pool: bool
     ) -> None:
-        self.pool = None
+        self.pool = self.graphs = None
         if symmetric:
             check_symmetric_memory(device, trace_pool)
         if trace_pool:
@@ -108,6 +118,8 @@ class ContextMemory:
                 f"release_memory_pool: expected all units at rest and no graph that needs their weights, got "
                 f"{pool.busy[:3]}. Call it after backward, and drop losses that have not run theirs."
             )
+        if self.graphs is not None:
+            self.graphs.drop()
         pool.deactivate()
 
     def keeps_gradients(self, is_asked: bool) -> bool:

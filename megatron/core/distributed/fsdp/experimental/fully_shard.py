@@ -20,6 +20,7 @@ from . import hooks, registration
 from .agreement import record_unit
 from .allocator import default_allocator
 from .checks import (
+    check_cuda_graph,
     check_modules,
     check_numbers,
     check_placements,
@@ -28,8 +29,10 @@ from .checks import (
     check_unit,
     merge_schedule,
 )
+from .context_graphs import graphs_of
 from .device import current_device, resolve_device
 from .full_values import cut_values
+from .graphed_forward import graph_forward
 from .group_options import GradientReduction, GroupOptions, OwnedParameter
 from .joint import register_joint_hooks
 from .module import FsdpModule
@@ -105,6 +108,7 @@ def fully_shard(
     schedule_policy: SchedulePolicy | None = None,
     reshard_after_forward: bool | int | None = None,
     register_hooks: bool = True,
+    cuda_graph: bool = False,
 ) -> ModuleT:
     """Make `module` a unit: shard the parameters that no unit inside it owns, in place.
 
@@ -121,6 +125,8 @@ def fully_shard(
         schedule_policy: prefetch budgets and when weights are released.
         reshard_after_forward: the policy's setting of this name, for those who set nothing else.
         register_hooks: see `FsdpModule`.
+        cuda_graph: replay the unit's forward and backward as CUDA graphs, gathers and reductions outside; sharded
+            parameters need ``fully_shard_context(trace_pool=True)``.
 
     Returns:
         The same module, now also an `FsdpModule`; of a list the first one is.
@@ -128,11 +134,12 @@ def fully_shard(
     Raises:
         TypeError: an argument of the wrong kind.
         ValueError: arguments that do not fit each other, or parameters that cannot be sharded.
-        NotImplementedError: a number for `reshard_after_forward` where several axes shard the parameters.
         RuntimeError: the module is a unit already, or its context is closed.
+        NotImplementedError: `cuda_graph` with several modules or on a device without CUDA graphs, or a number for
+            `reshard_after_forward` where several axes shard the parameters.
     """
     modules = check_modules(module, register_hooks)
-    check_types(mesh, placements, mixed_precision_policy, schedule_policy)
+    check_types(mesh, placements, mixed_precision_policy, schedule_policy, cuda_graph)
     check_numbers(grad_divisor, gradient_reduction)
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     mesh = mesh or _default_mesh()
@@ -140,20 +147,32 @@ def fully_shard(
     schedule = check_schedule(merge_schedule(schedule_policy, reshard_after_forward), placements, mesh)
     owned = _owned_parameters(modules, policy)
     context, absorbed = _join_context(modules[0], mesh)
-    options = GroupOptions(
-        mesh=mesh,
-        placements=placements,
-        mixed_precision_policy=policy,
-        grad_divisor=grad_divisor,
-        gradient_reduction=gradient_reduction,
-        device=context.device,
-        allocator=context.allocator,
-        lasting_allocator=default_allocator,
-        keeps_gradient_memory=context.keeps_gradients(schedule.static_gradients),
-        separate_communicators=context.communicators.is_separate,
-    )
+    if cuda_graph:
+        _prepare_graphs(modules, placements, context, register_hooks)
+    memory = _memory_options(context, schedule)
+    options = GroupOptions(mesh, placements, policy, grad_divisor, gradient_reduction, **memory)
     _attach(modules, context, absorbed, owned, options, schedule, register_hooks)
+    if cuda_graph:
+        graph_forward(modules[0])
     return module
+
+
+def _prepare_graphs(
+    modules: Sequence[nn.Module], placements: Placements, context: FsdpContext, register_hooks: bool
+) -> None:
+    check_cuda_graph(modules, placements, register_hooks, has_pool=context.pool is not None)
+    graphs_of(context)
+
+
+def _memory_options(context: FsdpContext, schedule: SchedulePolicy) -> dict[str, Any]:
+    """Return where a unit's groups lie, take their memory from and gather."""
+    return {
+        "device": context.device,
+        "allocator": context.allocator,
+        "lasting_allocator": default_allocator,
+        "keeps_gradient_memory": context.keeps_gradients(schedule.static_gradients),
+        "separate_communicators": context.communicators.is_separate,
+    }
 
 
 def _owned_parameters(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> list[OwnedParameter]:

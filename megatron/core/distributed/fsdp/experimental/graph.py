@@ -15,7 +15,6 @@ that they have been stepped. So evaluation, checkpoints and loads in place may c
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from operator import is_
@@ -25,8 +24,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .graph_device import graph_device
+from .graph_device import FailedCaptureError, capture, graph_device
 from .graph_state import LearningRate, OptimizerState, constant
+from .graphed_forward import has_graphs
 from .module import FsdpModule
 
 MAX_GRAPHS = 8
@@ -68,18 +68,13 @@ def capture_iteration(
 
     Raises:
         TypeError: a model without units, an optimizer that is not adapted, inputs that are no tensors.
-        ValueError: `warmup` is out of range, the optimizer is not capturable, or an input requires gradients.
+        ValueError: `warmup` is out of range, the optimizer is not capturable, an input requires gradients, or units
+            have graphs of their own.
         NotImplementedError: the model is on a device without CUDA graphs.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     units = [unit for root in models for unit in root.modules() if isinstance(unit, FsdpModule)]
-    if not units:
-        raise TypeError("capture_iteration model: expected a sharded model, got one without units. Call fully_shard.")
-    if not hasattr(optimizer, "_fsdp_step"):
-        raise TypeError(
-            f"capture_iteration optimizer: expected an adapted optimizer, got {type(optimizer).__name__}. Pass what "
-            "fully_shard_optimizer returns."
-        )
+    _check_sharded(units, optimizer)
     if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 1:
         raise ValueError(
             f"capture_iteration warmup: expected an int >= 1, got {warmup!r}; the steps before the capture create what "
@@ -93,6 +88,21 @@ def capture_iteration(
             f"count is on the host. Build {type(optimizer).__name__} with capturable=True."
         )
     return CapturedIteration(models, units, optimizer, step_fn, example_inputs, warmup, generators)
+
+
+def _check_sharded(units: Sequence[FsdpModule], optimizer: object) -> None:
+    if not units:
+        raise TypeError("capture_iteration model: expected a sharded model, got one without units. Call fully_shard.")
+    if graphed := [unit.name for unit in units if has_graphs(unit)]:
+        raise ValueError(
+            f"capture_iteration model: expected units without cuda_graph=True, got {graphed[:3]}; one graph holds the "
+            "whole iteration, theirs would have no effect. Build the units without it."
+        )
+    if not hasattr(optimizer, "_fsdp_step"):
+        raise TypeError(
+            f"capture_iteration optimizer: expected an adapted optimizer, got {type(optimizer).__name__}. Pass what "
+            "fully_shard_optimizer returns."
+        )
 
 
 class CapturedIteration:
@@ -121,7 +131,8 @@ class CapturedIteration:
         self._units = units
         self._groups = [group for unit in units for group in unit.parameter_groups]
         self._modules = [module for root in models for module in root.modules()]
-        self._device = graph_device(self._contexts[0].device, generators)
+        device = self._contexts[0].device
+        self._device = graph_device(device, generators, "capture_iteration", "Run step_fn itself there.")
         self._rates: list[LearningRate] = []
         self._iterations: dict[Any, _Iteration] = {}
         self._state: list[Any] = []
@@ -222,25 +233,14 @@ class CapturedIteration:
         with torch.no_grad():
             static = [torch.empty_like(value, device=device).copy_(value) for value in inputs]
         before, kept = OptimizerState(self._optimizer, device), self._kept_gradients()
-        first: list[BaseException] = []
-
-        def run() -> Any:
-            try:
-                return self._run(static)
-            except BaseException as error:
-                first.append(error)
-                raise
-
         try:
-            replay, outputs = self._device.capture(run)
+            replay, outputs = capture(self._device, lambda: self._run(static))
         except BaseException as error:
             self._bring_to_rest(before)
-            # The end of a capture that has failed raises once more, in other words.
-            reason = _describe(first.pop() if first else error)
-            if not isinstance(error, Exception):
+            if not isinstance(error, FailedCaptureError):
                 raise
             raise RuntimeError(
-                f"capture_iteration: expected a step_fn that only issues work to the device, got {reason}. "
+                f"capture_iteration: expected a step_fn that only issues work to the device, got {error}. "
                 "Leave out item(), print of a tensor, copies to the host and synchronisation, and whatever depends on "
                 "values; step_fn itself can still be called."
             ) from error
@@ -350,13 +350,6 @@ def _schedule_of(unit: FsdpModule) -> Any:
     named = (unit.prefetch_targets("forward"), unit.prefetch_targets("backward"))
     targets = tuple(None if units is None else tuple(map(id, units)) for units in named)
     return unit.reduces_gradients, unit.schedule_policy, targets
-
-
-def _describe(error: BaseException) -> str:
-    """Return what went wrong, and where."""
-    trace = traceback.extract_tb(error.__traceback__)
-    where = f" at {trace[-1].filename}:{trace[-1].lineno}" if trace else ""
-    return f"{type(error).__name__}{where}: {str(error).partition(chr(10))[0]}"
 
 
 class _Iteration:

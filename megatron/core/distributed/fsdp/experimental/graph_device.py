@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,10 @@ class GraphDevice(Protocol):
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Return what replays the work that `function` issues, and what it returned; executes none of that work."""
+        ...
+
+    def renew(self) -> None:
+        """Let later captures take their memory from a pool of their own."""
         ...
 
 
@@ -64,15 +69,56 @@ class CudaGraphDevice:
             raise
         return graph.replay, result
 
+    def renew(self) -> None:
+        """Let later captures take their memory from a pool of their own."""
+        # The stream stays: libraries keep memory for each one that they have seen.
+        self._pool = torch.cuda.graph_pool_handle()
 
-def graph_device(device: torch.device, generators: Sequence[torch.Generator]) -> GraphDevice:
-    """Return what captures on `device`; arguments as `CudaGraphDevice`.
+
+def graph_device(device: torch.device, generators: Sequence[torch.Generator], what: str, instead: str) -> GraphDevice:
+    """Return what captures on `device`; arguments as `CudaGraphDevice`, and two for the error.
+
+    Args:
+        device: where the work runs.
+        generators: see `CudaGraphDevice`.
+        what: who asks.
+        instead: what to do on a device without graphs.
 
     Raises:
         NotImplementedError: the device has no CUDA graphs.
     """
     if device.type != "cuda":
-        raise NotImplementedError(
-            f"capture_iteration: expected a model on a CUDA device, got one on {device}. Run step_fn itself there."
-        )
+        raise NotImplementedError(f"{what}: expected a model on a CUDA device, got one on {device}. {instead}")
     return CudaGraphDevice(device, generators)
+
+
+class FailedCaptureError(Exception):
+    """What could not be captured; its text says what went wrong first, and where."""
+
+
+def capture(device: GraphDevice, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """Return what replays the work that `function` issues, and what it returned.
+
+    Raises:
+        FailedCaptureError: it did what no graph can hold.
+    """
+    first: list[BaseException] = []
+
+    def run() -> Any:
+        try:
+            return function()
+        except BaseException as error:
+            first.append(error)
+            raise
+
+    try:
+        return device.capture(run)
+    except Exception as error:
+        # The end of a capture that has failed raises once more, in other words.
+        raise FailedCaptureError(_describe(first.pop() if first else error)) from error
+
+
+def _describe(error: BaseException) -> str:
+    trace = traceback.extract_tb(error.__traceback__)
+    where = f" at {trace[-1].filename}:{trace[-1].lineno}" if trace else ""
+    return f"{type(error).__name__}{where}: {str(error).partition(chr(10))[0]}"

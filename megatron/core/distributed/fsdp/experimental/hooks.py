@@ -144,7 +144,7 @@ def end_forward(unit: Any, args: Any, output: Any) -> Any:
     if call is not None and torch.is_grad_enabled():
         output = call.pass_on(output)
         needs_backward = call.watch_outputs(output)
-        for kept in (*call.added_tensors(), *_kept_tensors(unit, call)):
+        for kept in (*call.added_tensors(), *kept_tensors(unit, call)):
             needs_backward = call.watch_outputs(kept) or needs_backward
     if call is not None:
         needs_backward = needs_backward or call.has_left_outputs
@@ -180,7 +180,7 @@ def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.")
 
 
-def _kept_tensors(unit: Any, call: ForwardCall) -> Iterator[torch.Tensor]:
+def kept_tensors(unit: Any, call: ForwardCall) -> Iterator[torch.Tensor]:
     """Yield the tensors of `call` that its forward has left in attributes of the unit's modules."""
     for module in (unit, *unit._fsdp_keepers):
         for name, value in vars(module).items():

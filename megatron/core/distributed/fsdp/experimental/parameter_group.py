@@ -165,11 +165,10 @@ class FsdpParameterGroup:
             self.gradients.rename(fqns)
         for buffer in self.buffers:
             buffer.name = f"{self.name}.{buffer.name.rpartition('.')[2]}"
-        for fqn, parameter in zip(fqns, self.sharded_parameters, strict=True):
-            named: Any = parameter
+        for fqn, sharded, unsharded in zip(fqns, self.sharded_parameters, self.unsharded_parameters, strict=True):
+            named: Any = sharded
             named._geometry = replace(named._geometry, fqn=fqn)
-        for fqn, parameter in zip(fqns, self.unsharded_parameters, strict=True):
-            gathered: Any = parameter
+            gathered: Any = unsharded
             gathered.main_grad = NoMainGrad(fqn)
 
     @property
@@ -361,7 +360,7 @@ class FsdpParameterGroup:
         Raises:
             RuntimeError: a gathered parameter has been frozen or unfrozen, which its sharded one does not know of.
         """
-        self._attach(self.sharded_parameters)
+        self.attach(self.sharded_parameters)
         found = [parameter.requires_grad for parameter in self.unsharded_parameters]
         if found != self.trainable:
             for parameter, requires_grad in zip(self.unsharded_parameters, self.trainable, strict=True):
@@ -382,9 +381,10 @@ class FsdpParameterGroup:
                         f"fully_shard put there, got {type(held).__name__}. Write new values with copy_; tie or "
                         "replace parameters before fully_shard."
                     )
-        self._attach(self.unsharded_parameters)
+        self.attach(self.unsharded_parameters)
 
-    def _attach(self, parameters: Sequence[nn.Parameter]) -> None:
+    def attach(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let the module hold these parameters, one for each of the group's."""
         for parameter, places in zip(parameters, self._places, strict=True):
             for parameters_dict, name in places:
                 parameters_dict[name] = parameter

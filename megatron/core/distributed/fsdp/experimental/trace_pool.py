@@ -236,6 +236,10 @@ class TracePool:
         place = block.place
         return place is not None and not place.is_alive and bool(self._taken & place.mask)
 
+    def is_in_place(self, block: Block) -> bool:
+        """Return whether a buffer lies in its slot, where it is in every step until all buffers move."""
+        return self.is_active and block.place is not None and block.place.is_in_slot
+
     def overlaps(self, block: Block, other: Block) -> bool:
         """Return whether two buffers lie in overlapping slots."""
         one, two = block.place, other.place
