@@ -37,6 +37,7 @@ from megatron.pretrain.full_iteration import FullIteration, IterationResult, req
 from megatron.pretrain.log import StepResult, TrainingLog
 from megatron.pretrain.model import build_model
 from megatron.pretrain.profiling import ScheduleProfiler
+from megatron.pretrain.router_losses import take_router_losses
 from megatron.pretrain.stages import iterators_of, losses_on_every_stage, seed_of_stage
 
 
@@ -151,6 +152,7 @@ def train_step(state: TrainState) -> StepResult:
         loss_scale=float(optimizer.get_loss_scale()),
         learning_rate=_current_learning_rate(optimizer),
         is_skipped=not result.is_updated,
+        router_losses=take_router_losses(args),
     )
 
 
