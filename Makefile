@@ -29,8 +29,9 @@ pretrain: $(INSTALLED)
 		$(FLAGS) --plot runs/loss.png
 	@echo "Or in short: make pretrain FLAGS= ; every flag: $(VENV)/bin/python pretrain_gpt.py --help"
 
+# Two processes, which take whole files in turn (tests/conftest.py): while one waits, the other works.
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder
 
 lint: $(INSTALLED)
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/pre-commit run --all-files

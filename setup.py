@@ -15,6 +15,7 @@ setup(
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_adapter",
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_checkpoint",
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_config",
+        "megatron.core.distributed.fsdp.mcore_fsdp_v2_experts",
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_finalize",
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh",
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights",

@@ -33,6 +33,20 @@ class _Gather(torch.autograd.Function):
         return local, None
 
 
+def cut_sequences(batch: dict[str, torch.Tensor], group: Any) -> dict[str, torch.Tensor]:
+    """Return a batch with this rank's two chunks of every sequence.
+
+    Args:
+        batch: Tensors [samples, tokens].
+        group: Process group of context parallelism.
+    """
+    size, rank = group.size(), group.rank()
+    if size == 1:
+        return batch
+    cut = {name: tensor.chunk(2 * size, dim=1) for name, tensor in batch.items()}
+    return {name: torch.cat([chunks[rank], chunks[-1 - rank]], dim=1) for name, chunks in cut.items()}
+
+
 def causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any, dropout: float, scale: float | None
 ) -> torch.Tensor:

@@ -26,6 +26,9 @@ _MODULES_WITH_CUDA_LITERALS = (
     "optimizer.grad_scaler",
     "optimizer.optimizer",
     "pipeline_parallel.schedules",
+    "transformer.moe.moe_utils",
+    "transformer.moe.router",
+    "transformer.moe.token_dispatcher",
     "transformer.utils",
     "utils",
 )
@@ -86,6 +89,7 @@ def install() -> None:
     _replace_cuda_functions()
     _replace_rng_state()
     _replace_device_literals()
+    _replace_in_experts()
     _replace_tensor_methods()
     _installed = True
 
@@ -142,6 +146,26 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return factory(*args, **kwargs)
 
     return create
+
+
+def _replace_in_experts() -> None:
+    """Let tokens find their experts without CUDA, TransformerEngine and a compiler."""
+    utils, router, dispatcher = (
+        importlib.import_module(f"megatron.core.transformer.moe.{name}")
+        for name in ("moe_utils", "router", "token_dispatcher")
+    )
+    # megatron-core 0.16 reads the name, and defines it beside TransformerEngine only.
+    utils.te_general_gemm = getattr(utils, "te_general_gemm", None)
+    # Numbers of tokens are brought to the host if they are on CUDA: here they are there, and are not converted.
+    dispatcher.maybe_move_tensor_to_cpu = _as_on_the_host
+    method = router.TopKRouter._apply_expert_bias
+    # Compiling what adds up a few numbers needs a C++ compiler, and takes seconds.
+    router.TopKRouter._apply_expert_bias = getattr(method, "_torchdynamo_orig_callable", method)
+
+
+def _as_on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    del record_stream
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _replace_tensor_methods() -> None:

@@ -9,6 +9,7 @@ What a flag's value may be by itself is said here; whether values fit together i
 import argparse
 
 from megatron.pretrain.checkpoint_flags import add_checkpoint_flags
+from megatron.pretrain.moe_flags import add_moe_flags
 from megatron.pretrain.parallelism_flags import add_parallelism
 from megatron.pretrain.tokenizer import TOKENIZER_TYPES
 from megatron.pretrain.values import decay, integer, number, one_of
@@ -18,6 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Declare all flags, in groups."""
     groups = (
         _add_model,
+        add_moe_flags,
         _add_data,
         _add_training,
         _add_optimizer,

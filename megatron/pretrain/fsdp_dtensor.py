@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ _BOUNDS = ("max_lr", "min_lr")
 
 
 def collect(state: TrainState, iteration: int) -> dict[str, Any]:
-    """Return what is written: this stage's layers, and what all ranks have; and its own random number generators.
+    """Return what is written: on every rank the keys of what it holds, and its own random number generators.
 
     Args:
         state: The run.
@@ -114,9 +115,7 @@ class FsdpDtensorSource:
                 tensors |= names.find_optimizer(state.optimizer, state.chunks[0], opened.keys)
             else:
                 others |= set(_begin_with(opened.keys, names.STATE))
-        if state.args.pipeline_model_parallel_size > 1:
-            # What other stages have is not unexpected here.
-            others |= {key for keys in self._ranks.gather(sorted(tensors), f"load of {self.path}") for key in keys}
+        others |= self._asked_elsewhere(tensors)
         opened.check(tensors, strict=True, others=others)
         settings = opened.objects(names.settings_keys(opened.keys) if loads_optimizer else ())
         schedule = opened.objects(_begin_with(opened.keys, _SCHEDULER) if loads_optimizer else ())
@@ -129,6 +128,15 @@ class FsdpDtensorSource:
                 load_schedule(state.scheduler, saved, self.path)
         if loads_rng:
             self._load_rng()
+
+    def _asked_elsewhere(self, tensors: Iterable[str]) -> set[str]:
+        """Return the keys that some rank reads, since ranks of model parallelism hold different ones."""
+        mine = sorted(tensors)
+        digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+        what = f"keys that ranks read of {self.path}"
+        if len(set(self._ranks.gather(digest, what))) == 1:
+            return set()
+        return {key for keys in self._ranks.gather(mine, what) for key in keys}
 
     def _load_rng(self) -> None:
         """Give this rank its generators, or those of the first copy of its part of the model.

@@ -11,6 +11,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -31,6 +32,7 @@ class StepResult:
         loss_scale: Factor on the loss.
         learning_rate: Of the next update, which is what Megatron-LM logs.
         is_skipped: The optimizer refused the update.
+        router_losses: What routers add to the loss, by name and without their weights.
     """
 
     lm_loss: float
@@ -39,6 +41,7 @@ class StepResult:
     loss_scale: float
     learning_rate: float
     is_skipped: bool
+    router_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class LoggedIteration:
     loss_scale: float
     elapsed_ms: float
     tokens_per_s: float
+    router_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 def format_training_line(logged: LoggedIteration, args: argparse.Namespace, *, num_skipped: int, num_nan: int) -> str:
@@ -72,6 +76,8 @@ def format_training_line(logged: LoggedIteration, args: argparse.Namespace, *, n
     line += f" global batch size: {args.global_batch_size:5d} |"
     if not math.isnan(logged.lm_loss):
         line += f" lm loss: {logged.lm_loss:.6E} |"
+    for name, value in logged.router_losses.items():
+        line += f" {name}: {value:.6E} |"
     line += f" loss scale: {logged.loss_scale:.1f} |"
     if logged.grad_norm is not None:
         line += f" grad norm: {logged.grad_norm:.3f} |"
@@ -136,6 +142,7 @@ class TrainingLog:
 
     def _reset(self) -> None:
         self._losses: list[float] = []
+        self._router_losses: dict[str, list[float]] = {}
         self._num_iterations = self._num_skipped = self._num_nan = 0
 
     def restart_clock(self) -> None:
@@ -169,6 +176,8 @@ class TrainingLog:
         if math.isfinite(result.lm_loss) and not result.is_skipped:
             self._losses.append(result.lm_loss)
         self._num_nan += not math.isfinite(result.lm_loss)
+        for name, value in result.router_losses.items():
+            self._router_losses.setdefault(name, []).append(value)
         self.history.train.append((iteration, result.lm_loss))
         if not self.is_writer:
             return
@@ -185,6 +194,7 @@ class TrainingLog:
             "grad-norm": result.grad_norm,
             "num-zeros": result.num_zeros,
             "loss-scale": result.loss_scale,
+            **result.router_losses,
         }
         for name, value in scalars.items():
             if value is not None:
@@ -206,13 +216,14 @@ class TrainingLog:
             loss_scale=result.loss_scale,
             elapsed_ms=elapsed_s * 1000,
             tokens_per_s=args.global_batch_size * args.seq_length / elapsed_s,
+            router_losses={name: sum(values) / len(values) for name, values in self._router_losses.items()},
         )
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
         line = format_training_line(logged, args, num_skipped=self._num_skipped, num_nan=self._num_nan)
         self.print(f" [{stamp}]{line}")
         if self._json is not None:
-            measured = {} if args.log_num_zeros_in_grad else {"num_zeros": None}
-            self._json.write(json.dumps(asdict(logged) | measured) + "\n")
+            record = asdict(logged) | ({} if args.log_num_zeros_in_grad else {"num_zeros": None})
+            self._json.write(json.dumps(record | record.pop("router_losses")) + "\n")
         self._reset()
         self.restart_clock()
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.core import parallel_state
 from megatron.pretrain.attention import SdpaCoreAttention
+from megatron.pretrain.moe_flags import expert_config
 from megatron.pretrain.norm import SequenceParallelNorm
 from megatron.pretrain.pipeline import num_chunks
 
@@ -127,6 +128,7 @@ def _build_config(args: argparse.Namespace) -> TransformerConfig:
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
+        **expert_config(args),
         # These need Apex, TransformerEngine or a C++ compiler at run time.
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -140,8 +142,10 @@ def _build_layer_spec(
     args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None, *, uses_te: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
     if uses_te:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+        return get_gpt_layer_with_transformer_engine_spec(num_experts=args.num_experts, qk_layernorm=args.qk_layernorm)
+    spec = get_gpt_layer_local_spec(
+        num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization
+    )
     spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
     if not args.sequence_parallel:
         return spec

@@ -116,7 +116,6 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
         help="with stages: layers of each of several chunks a rank, which then work in turn (interleaved schedule)",
     )
     add("--num-virtual-stages-per-pipeline-rank", type=_count, help="the same, by the number of chunks a rank")
-    add("--expert-model-parallel-size", type=_count, default=1, help="only 1 for now")
     add(
         "--distributed-backend",
         type=one_of("nccl", "gloo"),

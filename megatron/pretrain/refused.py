@@ -72,7 +72,7 @@ REFUSED_FLAGS: dict[str, str] = {
     "--dataloader-type": "Samples are read in the datasets' order, shuffled by --seed: drop the flag.",
     "--empty-unused-memory-level": "The allocator's cache is never emptied: drop the flag.",
     "--squared-relu": "The MLP has GELU, or gated SiLU with --swiglu: drop the flag or write that.",
-    "--num-experts": "Mixture-of-experts models are not offered yet: drop the flag.",
+    "--moe-grouped-gemm": "Experts run one after another; grouped products need kernels that were not tried: drop it.",
     "--rampup-batch-size": "The global batch size is constant: give --global-batch-size instead.",
     "--use-rotary-position-embeddings": "Write --position-embedding-type rope.",
     "--accumulate-allreduce-grads-in-fp32": "It is so unless --grad-reduce-in-bf16: drop the flag.",

@@ -9,6 +9,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron.pretrain.moe_flags import EXPERT_FLAGS, balances_by_loss
+
 FSDP_V2_FLAGS = (
     "--use-megatron-fsdp-v2",
     "--data-parallel-sharding-strategy",
@@ -144,6 +146,22 @@ REQUIREMENTS = (
         ("--sequence-parallel",),
         "--tensor-model-parallel-size above 1",
         lambda a: a.tensor_model_parallel_size > 1,
+    ),
+    _R(EXPERT_FLAGS, "--num-experts", lambda a: a.num_experts is not None),
+    _R(
+        ("--moe-router-bias-update-rate",),
+        "--moe-router-enable-expert-bias",
+        lambda a: a.moe_router_enable_expert_bias,
+    ),
+    _R(
+        ("--moe-aux-loss-coeff",),
+        "--moe-router-load-balancing-type aux_loss, seq_aux_loss or global_aux_loss",
+        balances_by_loss,
+    ),
+    _R(
+        ("--moe-router-pre-softmax",),
+        "--moe-router-score-function softmax",
+        lambda a: a.moe_router_score_function == "softmax",
     ),
     _R(
         ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),

@@ -25,17 +25,19 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
+from megatron.core.utils import get_model_config
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.pretrain.checkpointing import Checkpoints
+from megatron.pretrain.context_parallel import cut_sequences
 from megatron.pretrain.data import Batch, DataIterators
 from megatron.pretrain.full_iteration import FullIteration, IterationResult, require_gpu
 from megatron.pretrain.log import StepResult, TrainingLog
 from megatron.pretrain.model import build_model
 from megatron.pretrain.profiling import ScheduleProfiler
+from megatron.pretrain.router_losses import take_router_losses
 from megatron.pretrain.stages import iterators_of, losses_on_every_stage, seed_of_stage
 
 
@@ -150,6 +152,7 @@ def train_step(state: TrainState) -> StepResult:
         loss_scale=float(optimizer.get_loss_scale()),
         learning_rate=_current_learning_rate(optimizer),
         is_skipped=not result.is_updated,
+        router_losses=take_router_losses(args),
     )
 
 
@@ -225,7 +228,7 @@ def _run_schedule(
 
 
 def _forward_step(args: argparse.Namespace, data: Iterator[Batch], model: MegatronModule) -> Any:
-    batch = get_batch_on_this_cp_rank(next(data))
+    batch = cut_sequences(next(data), parallel_state.get_context_parallel_group())
     token_losses = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
     return token_losses, partial(_sum_losses, args, batch["loss_mask"])
 

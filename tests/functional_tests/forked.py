@@ -7,6 +7,7 @@ Imports take longer than most of the tests' training. How torchrun starts the sc
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -85,5 +86,6 @@ def _run_rank(words: tuple[str, ...], variables: dict[str, str], folder: str, ra
         file = os.open(f"{folder}/{name}{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
     torch.set_num_threads(1)
+    gc.freeze()  # as in launch.py of the unit tests
     sys.argv = [script, *words]
     runpy.run_path(script, run_name="__main__")

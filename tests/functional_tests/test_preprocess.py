@@ -36,8 +36,9 @@ def preprocess(*flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(("tokenizer_type", "num_ranks"), [("ByteLevelTokenizer", 2), ("HuggingFaceTokenizer", 1)])
-def test_training_reads_what_preprocessing_wrote(tmp_path: Path, tokenizer_type: str, num_ranks: int) -> None:
+@pytest.mark.parametrize(("tokenizer_type", "count"), [("ByteLevelTokenizer", "2"), ("HuggingFaceTokenizer", "1")])
+def test_training_reads_what_preprocessing_wrote(tmp_path: Path, tokenizer_type: str, count: str) -> None:
+    """With as many workers as ranks."""
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(f"{json.dumps({'text': f'lower {n} and lowest {n * n}'})}\n" for n in range(600)))
     tokenizer = ["--tokenizer-type", tokenizer_type]
@@ -45,13 +46,13 @@ def test_training_reads_what_preprocessing_wrote(tmp_path: Path, tokenizer_type:
         save_tokenizer(tmp_path / "tokenizer")
         tokenizer += ["--tokenizer-model", str(tmp_path / "tokenizer")]
     prefix = str(tmp_path / "data" / "corpus")
-    made = preprocess("--input", str(corpus), "--output-prefix", prefix, *tokenizer, "--append-eod", "--workers", "2")
+    made = preprocess("--input", str(corpus), "--output-prefix", prefix, *tokenizer, "--append-eod", "--workers", count)
     assert made.returncode == 0, made.stderr
     written, following = made.stdout.splitlines()
     assert written.startswith(f"Wrote {prefix}_text_document.bin and .idx (documents: 600, without text: 0, tokens: ")
     launcher, script, *flags = shlex.split(following.removeprefix("Next: "))
     assert (launcher, script) == ("python", "pretrain_gpt.py")
-    trained = launch_forked((*flags, *SMALL), num_ranks)
+    trained = launch_forked((*flags, *SMALL), int(count))
     assert trained.returncode == 0, trained.stderr
     # The model knows nothing yet: the logarithm of 257 or 259 ids padded to 384.
     assert trained.series("lm_loss")[0] == pytest.approx(math.log(384), abs=0.1)

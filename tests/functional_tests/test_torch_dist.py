@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from .launch_script import launch, launch_forked, launch_once
+from .launch_script import launch_forked, launch_once
 
 FLAGS = (
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "64", "--swiglu"),
     *("--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "8", "--log-interval", "1"),
+    *("--num-workers", "0"),
     *("--attention-dropout", "0", "--hidden-dropout", "0", "--eval-interval", "4", "--eval-iters", "1"),
 )
 DISTRIBUTED = ("--use-distributed-optimizer",)
@@ -20,7 +21,7 @@ DISTRIBUTED = ("--use-distributed-optimizer",)
 
 def test_torch_dist_to_fsdp_dtensor(tmp_path: Path) -> None:
     save = ("--save", str(tmp_path / "ddp"), "--exit-interval", "4")
-    straight, begun = launch_once((*FLAGS, *DISTRIBUTED), 2), launch((*FLAGS, *DISTRIBUTED, *save), 2)
+    straight, begun = launch_once((*FLAGS, *DISTRIBUTED), 2), launch_forked((*FLAGS, *DISTRIBUTED, *save), 2)
     assert begun.returncode == 0, begun.stderr[-3000:]
     load = ("--use-megatron-fsdp-v2", "--load", str(tmp_path / "ddp"), "--save", str(tmp_path / "v2"))
     resumed = launch_forked((*FLAGS, *load, "--no-load-rng"), 1)

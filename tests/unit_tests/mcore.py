@@ -41,19 +41,21 @@ VOCABULARY = 29
 SAMPLES = 2
 
 
-_instances = 0
+_layout = (0, 0)
 
 
-def start(instances: int = 1) -> None:
+def start(instances: int = 1, expert_parallel_size: int = 1) -> None:
     """Initialise megatron-core's process groups; workers serve many tests, so only where a test wants others."""
-    global _instances
+    global _layout
     if parallel_state.model_parallel_is_initialized():
-        if instances == _instances:
+        if _layout == (instances, expert_parallel_size):
             return
         parallel_state.destroy_model_parallel()
     with lasting_groups("parallel_state"):
-        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
-    _instances = instances
+        parallel_state.initialize_model_parallel(
+            num_distributed_optimizer_instances=instances, expert_model_parallel_size=expert_parallel_size
+        )
+    _layout = instances, expert_parallel_size
 
 
 @contextmanager
@@ -61,7 +63,8 @@ def cpu_shim() -> Iterator[None]:
     """Install the training script's CPU shim, and take it away again: workers are shared with tests without it."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     modules = [importlib.import_module(f"megatron.core.{name}") for name in cpu._MODULES_WITH_CUDA_LITERALS]
-    owners: list[Any] = [torch.cuda, random, *modules, torch.Tensor]
+    router: Any = importlib.import_module("megatron.core.transformer.moe.router")
+    owners: list[Any] = [torch.cuda, random, *modules, router.TopKRouter, torch.Tensor]
     before = [dict(vars(owner)) for owner in owners]
     cpu.install()
     torch.Tensor.type.__name__ = "type"  # sharded tensors know operations by name
@@ -127,7 +130,7 @@ def build_gpt(*, tied: bool = False, dtype: torch.dtype = torch.float32, **chang
     """Return a GPT whose weights depend on nothing but a seed; inside `cpu_shim` only."""
     model_parallel_cuda_manual_seed(5, force_reset_rng=True)
     torch.manual_seed(5)
-    spec = get_gpt_layer_local_spec()
+    spec = get_gpt_layer_local_spec(num_experts=changes.get("num_moe_experts"))
     spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
     model = GPTModel(
         config=model_config(params_dtype=dtype, pipeline_dtype=dtype, **changes),

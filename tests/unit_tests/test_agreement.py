@@ -407,13 +407,15 @@ def _absent(kind: type[nn.Module]) -> list[str]:
     """Rank 1 is busy elsewhere when rank 0 calls one unit more, and comes too late."""
     model = _shard(kind())
     extra = (model.vision if kind is _Tower else model.experts[3],) if dist.get_rank() == 0 else ()
+    store, gone = dist.distributed_c10d._get_default_store(), f"gone {kind.__name__}"
     messages: list[str] = []
     with _expecting_stack_and_error(messages), check_ranks(SHORT_S), torch.no_grad():
         model(torch.ones(4, 6), "all")
         for unit in extra:
             unit(torch.ones(4, 6))
-        time.sleep(3 * SHORT_S)
+        store.wait([gone], timedelta(seconds=LONG_S))
         model(torch.ones(4, 6), "all")
+    store.set(gone, "")
     _step_of_a_new_model()
     return messages
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SHARING_RUNS, group_of
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron/core/distributed/fsdp/experimental"
 MAX_FILE_LINES = 400
@@ -272,3 +274,10 @@ def test_outside_code_imports_the_public_names_only() -> None:
 def test_megatron_stays_a_namespace() -> None:
     assert not (ROOT / "megatron/__init__.py").exists()
     assert not (ROOT / "megatron/core/__init__.py").exists()
+
+
+def test_files_that_share_runs_are_one_group() -> None:
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert files > SHARING_RUNS
+    groups = [group_of(f"{file}::test_it[1]") for file in sorted(files)]
+    assert len(set(groups)) == len(files) - len(SHARING_RUNS) + 1

@@ -6,46 +6,53 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.functional_tests.forked import run_forked
+from tests.functional_tests.launch_script import free_port
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def _run_block(document: Path, folder: Path) -> str:
-    """Run a document's example on two ranks and return what it prints."""
+def _write_block(document: str, folder: Path) -> Path:
+    """Write a document's example to a file."""
     (block,) = re.findall(
-        r"<!-- run by tests/unit_tests/test_documents\.py -->\n```python\n(.*?)```", document.read_text(), re.DOTALL
+        r"<!-- run by tests/unit_tests/test_documents\.py -->\n```python\n(.*?)```",
+        (ROOT / document).read_text(),
+        re.DOTALL,
     )
     script = folder / "train.py"
     script.write_text(block)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, timeout=120, env=environment, cwd=folder
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return script
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/compile.md"])
-def test_examples_shard_and_learn(document: str, tmp_path: Path) -> None:
-    printed = _run_block(ROOT / document, tmp_path)
+def _assert_learns(printed: str) -> None:
     losses = [float(value) for value in re.findall(r"loss (\d+\.\d+)", printed)]
     assert len(losses) == 5 and losses[-1] < 0.6 * losses[0]
-    if document == "docs/compile.md":
-        assert sorted(re.findall(r"rank \d: 2 graphs for 8 layers", printed)) == [
-            "rank 0: 2 graphs for 8 layers",
-            "rank 1: 2 graphs for 8 layers",
-        ]
+
+
+def test_the_first_example_shards_and_learns(tmp_path: Path) -> None:
+    """As a user starts it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--master_port", str(free_port()), str(_write_block("README.md", tmp_path))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    _assert_learns(result.stdout)
+
+
+def test_the_compiled_example_shards_and_learns(tmp_path: Path) -> None:
+    script = str(_write_block("docs/compile.md", tmp_path))
+    ranks = run_forked((), 2, free_port(), tmp_path, timeout_s=120, script=script)
+    for rank, (code, printed, errors) in enumerate(ranks):
+        assert code == 0, errors
+        assert f"rank {rank}: 2 graphs for 8 layers" in printed
+    _assert_learns(ranks[0][1])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.distributed.fsdp.experimental import (
     MixedPrecisionPolicy,
     Placements,
+    SchedulePolicy,
     fully_shard,
     fully_shard_context,
     fully_shard_optimizer,
@@ -114,6 +115,24 @@ def recomputed_in_chunks(model: Tower, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def recomputed_at_first(model: Tower, x: torch.Tensor) -> torch.Tensor:
+    """What begins a unit's forward keeps no graph, what goes on with it does."""
+    for index, block in enumerate(model.blocks):
+        x = checkpoint(block, x, use_reentrant=True) if index in (0, 2, 4) else block(x)
+    return x
+
+
+def recomputed_at_last(model: Tower, x: torch.Tensor) -> torch.Tensor:
+    for index, block in enumerate(model.blocks):
+        x = checkpoint(block, x, use_reentrant=True) if index in (1, 3, 5) else block(x)
+    return x
+
+
+def recomputed_without_gradients(model: Tower, x: torch.Tensor) -> torch.Tensor:
+    """A reentrant checkpoint of an input without a gradient trains nothing inside."""
+    return without_the_first(model, checkpoint(model.blocks[0], x.detach(), use_reentrant=True) + x)
+
+
 RUNS = (
     straight,
     with_all_outputs,
@@ -124,15 +143,21 @@ RUNS = (
     recomputed,
     recomputed_reentrant,
     recomputed_in_chunks,
+    recomputed_at_first,
+    recomputed_at_last,
+    recomputed_without_gradients,
 )
 
 
-def _build(run: Any, group_size: int, strategy: str, outer: str | None = None) -> tuple[Any, Any, Any]:
+def _build(
+    run: Any, group_size: int, strategy: str, outer: str | None = None, units_ahead: int = 1
+) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     model = Tower(run).to(DEVICE)
     ranks = dist.get_world_size()
     mesh = lasting_mesh((ranks,)) if outer is None else lasting_mesh((ranks, 1))
     options: dict[str, Any] = {"placements": Placements.from_strategy(strategy, outer=outer)}
+    options["schedule_policy"] = SchedulePolicy(backward_prefetch_units=units_ahead)
     blocks = list(model.blocks)
     with fully_shard_context() as context:
         for start in range(0, DEPTH, group_size):
@@ -165,9 +190,11 @@ def _full(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.full_tensor().detach().clone() for name, parameter in model.named_parameters()}
 
 
-def _same_bits(run_name: str, group_size: int, strategy: str, outer: str | None, num_microbatches: int) -> None:
+def _same_bits(
+    run_name: str, group_size: int, strategy: str, outer: str | None, num_microbatches: int, units_ahead: int = 1
+) -> None:
     run = next(run for run in RUNS if run.__name__ == run_name)
-    single, joint = (_build(run, size, strategy, outer) for size in (1, group_size))
+    single, joint = (_build(run, size, strategy, outer, units_ahead) for size in (1, group_size))
     expected, found = _train(*single, num_microbatches), _train(*joint, num_microbatches)
     # Three gradients of an output that is used elsewhere, too, are added in another order: a unit's inputs are views.
     is_same = torch.equal if run is not with_all_outputs else _are_close
@@ -185,6 +212,12 @@ def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_same_bits_as_units_of_one(run: Any, group_size: int) -> None:
     run_ranks(2, _same_bits, run.__name__, group_size, "optim_grads_params", None, 1)
+
+
+@pytest.mark.parametrize("run", [recomputed_at_first, recomputed_without_gradients], ids=lambda run: run.__name__)
+def test_a_forward_that_begins_without_a_graph(run: Any) -> None:
+    """Nothing is gathered ahead that could be taken for the unit's own gather."""
+    run_ranks(2, _same_bits, run.__name__, 2, "optim_grads_params", None, 2, 0)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])

@@ -21,6 +21,9 @@ from megatron.pretrain.requirements import CHECKPOINT_FLAGS
 V2 = "--use-megatron-fsdp-v2"
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 FILES = "--data-path a --vocab-size 9"
+NO_BIAS = "--disable-bias-linear"
+MOE = f"--num-experts 4 {NO_BIAS}"
+BIASED = f"--moe-router-score-function sigmoid {MOE}"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 30"
 GROWING = "--weight-decay-incr-style linear --start-weight-decay 0.25 --end-weight-decay 0.5"
 
@@ -51,6 +54,19 @@ CASES = [
      "recompute_num_layers", 2),
     ("--bf16", "config", "bf16", True),
     ("--bf16", "config", "params_dtype", torch.bfloat16),
+    (f"--num-experts 4 {NO_BIAS}", "config", "num_moe_experts", 4),
+    (f"--moe-ffn-hidden-size 24 {MOE}", "config", "moe_ffn_hidden_size", 24),
+    (f"--moe-router-topk 3 {MOE}", "config", "moe_router_topk", 3),
+    (f"--moe-router-pre-softmax {MOE}", "config", "moe_router_pre_softmax", True),
+    (f"--moe-router-score-function sigmoid {MOE}", "config", "moe_router_score_function", "sigmoid"),
+    (f"--moe-router-load-balancing-type none {MOE}", "config", "moe_router_load_balancing_type", "none"),
+    (f"--moe-router-dtype fp64 {MOE}", "config", "moe_router_dtype", "fp64"),
+    (f"--moe-router-enable-expert-bias {BIASED}", "config", "moe_router_enable_expert_bias", True),
+    (f"--moe-router-bias-update-rate 0.5 --moe-router-enable-expert-bias {BIASED}", "config",
+     "moe_router_bias_update_rate", 0.5),
+    (f"--moe-aux-loss-coeff 0.5 {MOE}", "config", "moe_aux_loss_coeff", 0.5),
+    (f"--moe-z-loss-coeff 0.5 {MOE}", "config", "moe_z_loss_coeff", 0.5),
+    (f"--moe-token-dispatcher-type alltoall {MOE}", "config", "moe_token_dispatcher_type", "alltoall"),
     ("--max-position-embeddings 512", "model", "max_sequence_length", 512),
     ("--position-embedding-type rope", "model", "position_embedding_type", "rope"),
     ("--rotary-base 500 --position-embedding-type rope", "model", "rotary_base", 500),
@@ -148,7 +164,10 @@ ELSEWHERE = {
     *("--cuda-graph-impl", "--cuda-graph-warmup-steps"),
     "--distributed-backend",
     "--distributed-timeout-minutes",
-    *(f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context", "expert-model")),
+    *(
+        f"--{name}-parallel-size"
+        for name in ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
+    ),
     *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
     *("--log-json", "--tensorboard-dir", "--tensorboard-log-interval", "--plot"),
     *("--profile-schedule", "--profile-step-start", "--profile-step-end"),

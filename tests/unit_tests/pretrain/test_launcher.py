@@ -45,7 +45,7 @@ def test_a_bad_variable_is_no_rank_0(changes: dict[str, str | None], message: st
 
 
 def _args(**changes: object) -> argparse.Namespace:
-    kinds = ("tensor_model", "context", "pipeline_model")
+    kinds = ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
     sizes = {f"{kind}_parallel_size": 1 for kind in kinds} | {"num_distributed_optimizer_instances": 1}
     sizes |= {"virtual_pipeline_model_parallel_size": None}
     return argparse.Namespace(**{"distributed_backend": None, **sizes, **changes})

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from megatron.pretrain.arguments import parse_arguments
+from megatron.pretrain.moe_flags import expert_config
 from megatron.pretrain.requirements import REQUIREMENTS
 from megatron.pretrain.tokenizer import ByteLevelTokenizer
 from megatron.pretrain.validation import validate
@@ -102,11 +103,78 @@ def test_values_that_do_not_fit_together_are_refused(line: str, message: str) ->
     assert re.fullmatch(r"[\w -]+: expected .+, got .+ for --[\w-]+\. .+\.", str(error.value))
 
 
-@pytest.mark.parametrize("name", ["expert-model"])
-def test_other_parallelisms_are_a_known_limit(name: str) -> None:
-    assert checked(f"--{name}-parallel-size 1")
-    with pytest.raises(NotImplementedError, match=f"expected 1, got 2 for --{name}-parallel-size"):
-        checked(f"--{name}-parallel-size 2")
+EXPERTS = "--num-experts 4 --disable-bias-linear"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--num-experts 3 --expert-model-parallel-size 2", "a divisor of --num-experts 3, got 2 for --expert-model"),
+        (
+            f"{EXPERTS} --expert-model-parallel-size 4",
+            r"a divisor of the 2 rank\(s\), got 4 for --expert-model-par.*Change it or the number of ranks",
+        ),
+        (
+            "--num-experts 4",
+            "no biases without expert parallelism, got some for --num-experts. Add --disable-bias-linear",
+        ),
+        (f"{EXPERTS} --moe-router-topk 5", "at most --num-experts 4, got 5 for --moe-router-topk"),
+        (
+            f"{EXPERTS} --moe-router-topk 1",
+            "2 or more, .*, got 1 for --moe-router-topk. Raise it, or add --moe-router-p",
+        ),
+        (
+            f"{EXPERTS} --moe-router-enable-expert-bias",
+            "--moe-router-score-function sigmoid, got softmax for --moe-rou",
+        ),
+        (f"{EXPERTS} --moe-token-dispatcher-type flex", "one of allgather, alltoall, got 'flex' for --moe-token-disp"),
+        (
+            f"{EXPERTS} --use-megatron-fsdp-v2 --cuda-graph-impl full_iteration",
+            "a model without experts, .* for --num-experts. Drop one",
+        ),
+        (
+            f"{EXPERTS} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
+            "--sequence-parallel with tensor parallelism, got none for --num-experts",
+        ),
+        (
+            f"{EXPERTS} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel",
+            "a multiple of --tensor-model-parallel-size 2, .*, got 1 for --expert-model-parallel-size",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(line: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"expected {message}"):
+        checked(line, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            f"{EXPERTS} --tensor-model-parallel-size 2",
+            r"expected 1, got 2 for --expert-tensor-parallel-size \(default: .* Write --expert-tensor-parallel-size 1 ",
+        ),
+        (
+            f"{EXPERTS} --expert-model-parallel-size 2 --use-megatron-fsdp-v2 --num-distributed-optimizer-instances 2",
+            "expected --num-distributed-optimizer-instances 1, got 2 for --expert-model-parallel-size 2",
+        ),
+    ],
+)
+def test_layouts_of_experts_that_are_a_known_limit(line: str, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        checked(line, world_size=2)
+
+
+def test_experts_are_as_wide_as_the_mlp_unless_told_otherwise() -> None:
+    args = checked(f"{EXPERTS} --hidden-size 64 --expert-model-parallel-size 2 --moe-router-dtype fp64", world_size=2)
+    assert (args.moe_ffn_hidden_size, args.expert_tensor_parallel_size) == (256, 1)
+    assert expert_config(args)["moe_router_dtype"] == "fp64"
+    assert expert_config(checked("")) == {}
+
+
+def test_experts_over_stages_are_a_known_limit() -> None:
+    with pytest.raises(NotImplementedError, match="expected 1 with experts, got 2 for --pipeline-model-parallel-size"):
+        checked(f"{EXPERTS} --pipeline-model-parallel-size 2", world_size=2)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
@@ -158,6 +226,23 @@ IDLE = [
     "--num-virtual-stages-per-pipeline-rank 2",
     "--profile-step-end 50",
     "--num-query-groups 2",
+    "--moe-ffn-hidden-size 8",
+    "--moe-router-topk 1",
+    "--moe-router-pre-softmax",
+    "--moe-router-pre-softmax --num-experts 4 --moe-router-score-function sigmoid",
+    "--moe-router-score-function sigmoid",
+    "--moe-router-load-balancing-type none",
+    "--moe-router-dtype fp32",
+    "--moe-router-enable-expert-bias",
+    "--moe-router-bias-update-rate 1",
+    "--moe-router-bias-update-rate 1 --num-experts 4",
+    "--moe-aux-loss-coeff 1",
+    "--moe-aux-loss-coeff 1 --num-experts 4 --moe-router-load-balancing-type sinkhorn",
+    "--moe-z-loss-coeff 1",
+    "--moe-token-dispatcher-type alltoall",
+    "--expert-model-parallel-size 2",
+    "--expert-tensor-parallel-size 2",
+    "--sequence-parallel",
     "--rotary-base 500",
     "--rotary-percent 0.5",
     "--reset-position-ids --position-embedding-type rope",

@@ -44,6 +44,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     schedule_policy,
     shard_placements,
 )
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import expert_modules, expert_options, units_with_experts
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import (
     check_stages,
     data_parallel_mesh,
@@ -79,7 +80,8 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         disable_bucketing: make the whole chunk one unit.
         device: device of the shards; None means the current accelerator, or the host without one.
         pg_collection: process groups (`dp_cp`; with several instances `intra_dp_cp` and `inter_dist_opt`, with tensor
-            parallelism `tp` and `intra_dist_opt` as well); None means megatron-core's global ones.
+            parallelism `tp` and `intra_dist_opt`, with expert parallelism `expt_dp` as well); None means
+            megatron-core's global ones.
 
     Raises:
         NotImplementedError: a parallel layout or a config field that FSDP v2 does not support yet.
@@ -105,7 +107,8 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
                 "Give one of the two."
             )
         unit_classes = () if disable_bucketing else resolve_classes(fsdp_unit_modules)
-        units = find_units(module, unit_classes, is_default=fsdp_unit_modules is None)
+        experts = expert_modules(module)
+        units = find_units(module, unit_classes, experts, is_default=fsdp_unit_modules is None)
         options: dict[str, Any] = {
             "placements": shard_placements(ddp_config),
             "mixed_precision_policy": mixed_precision_policy(ddp_config, module),
@@ -116,9 +119,9 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         target = _default_device() if device is None else torch.device(device)
         tensor_parallel_size = config.tensor_model_parallel_size
         check_stages(pg_collection, config.pipeline_model_parallel_size)
-        mesh = data_parallel_mesh(
-            ddp_config.num_distributed_optimizer_instances, pg_collection, target.type, tensor_parallel_size
-        )
+        instances = ddp_config.num_distributed_optimizer_instances
+        of_experts = expert_options(options, instances, pg_collection, target.type) if experts else {}
+        options["mesh"] = data_parallel_mesh(instances, pg_collection, target.type, tensor_parallel_size)
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config
         self.device = target
@@ -126,7 +129,8 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         self.data_parallel_group = find_group(pg_collection, "dp_cp")
         self._pg_collection = pg_collection
         has_copies = any(at.is_replicate() for at in options["placements"].optimizer)
-        self._has_replicas = has_copies or tensor_parallel_size * config.pipeline_model_parallel_size > 1
+        has_parts = tensor_parallel_size * config.pipeline_model_parallel_size > 1 or bool(experts)
+        self._has_replicas = has_copies or has_parts
         self._has_whole_gradients = all(at.is_replicate() for at in options["placements"].optimizer)
         options_of_all = {
             "use_symmetric_memory": getattr(ddp_config, "nccl_ub", False),
@@ -137,13 +141,12 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         min_numel = getattr(ddp_config, "megatron_fsdp_min_unit_numel", 0)
         joined = join_units(module, [unit for unit in units if unit is not module], min_numel)
         # All of them before the first, so that a chunk that is refused is left as it was.
-        check_shardable(
-            [*(unit for run in reversed(joined) for unit in run), module], options["mixed_precision_policy"]
-        )
+        runs = list(units_with_experts([*reversed(joined), [module]]))
+        check_shardable([unit for run, _ in runs for unit in run], options["mixed_precision_policy"])
         set_apart(find_shared_weights(module, pg_collection))
         with fully_shard_context(self.device, **options_of_all) as context:
-            for run in [*reversed(joined), [module]]:
-                fully_shard(run, mesh, **options)
+            for run, has_experts in runs:
+                fully_shard(list(run), **(of_experts if has_experts else options))
         self.fsdp_context: FsdpContext = context
         self.shared_weights = find_shared_weights(module, pg_collection)
         check_equal_shards(self.shared_weights, pg_collection)

@@ -10,10 +10,11 @@ The first linear layer of a gated MLP holds two matrices, one below the other. C
 ``..._w`` and ``..._v``, since with tensor parallelism the fused matrix would depend on the number of ranks. Both are
 rows of one sharded parameter: wherever it is cut, each rank's elements of either half are a run of its own.
 
-[Note: names of layers]
-A stage counts its own layers from zero; checkpoints have the number in the whole model, which each layer knows. So a
-model is the same for any number of stages. An output layer that is a copy of another stage's embedding goes by that
-one's name: the stages write equal values to one place, of which one is kept.
+[Note: names of layers and experts]
+A stage counts its own layers from zero, and a module the experts of its own rank; checkpoints have the numbers in the
+whole model and in the layer. So a model is the same for any number of stages and of ranks that share experts. An output
+layer that is a copy of another stage's embedding goes by that one's name: the stages write equal values to one place,
+of which one is kept.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from megatron.core.transformer.fsdp_dtensor_checkpoint import get_ep_layer_offset
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.core.distributed.fsdp.experimental import CheckpointError, FsdpDTensor, rows_of
@@ -35,6 +37,9 @@ _EXTRA_STATE = "_extra_state"
 _STEP = "step"
 _LAYER = re.compile(r"(?!.*mtp).*layers\.\d+")
 _IN_LAYER = re.compile(r"(?P<layer>(?P<start>(?:.*?\.)?layers\.)\d+)(?=\.)")
+_EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+|(?<=mlp\.experts\.linear_fc[12]\.weight)\d+")
+_OWN_SETTINGS = ("is_expert_parallel",)
+"""Settings that say how a run is laid out, which another run may be otherwise."""
 _GATED = re.compile(
     r"(?:.*\.)?mlp\.(?:shared_experts\.|experts\.(?:local_experts\.\d+\.)?)?linear_fc1\.(?:weight|bias)\d*"
 )
@@ -47,6 +52,15 @@ def canonical_name(name: str) -> str:
     while name.startswith(_WRAPPER):
         name = name[len(_WRAPPER) :]
     return name
+
+
+def numbered_in_layer(name: str, config: Any) -> str:
+    """Return a parameter's name with its expert counted in the layer."""
+    num_experts = getattr(config, "num_moe_experts", None)
+    if num_experts is None:
+        return name
+    first = get_ep_layer_offset(num_experts)
+    return _EXPERT.sub(lambda found: str(int(found[0]) + first), name)
 
 
 def model_tensors(chunk: MegatronModule) -> dict[str, torch.Tensor]:
@@ -66,13 +80,13 @@ def model_tensors(chunk: MegatronModule) -> dict[str, torch.Tensor]:
 
 
 def _global_state(chunk: MegatronModule) -> dict[str, Any]:
-    """Return the entries of a chunk's state dict by names that do not depend on how stages divide the model."""
+    """Return the entries of a chunk's state dict by names that do not depend on how ranks divide the model."""
     state = chunk.module.state_dict(keep_vars=True)
     return {name: state[local] for local, name in _global_names(chunk, state).items()}
 
 
 def _global_names(chunk: MegatronModule, state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the canonical name in the whole model of each entry of a chunk's state dict ([Note: names of layers])."""
+    """Return the canonical name in the whole model of each entry of a chunk's state dict."""
     numbers = {
         canonical_name(name): module.layer_number - 1
         for name, module in chunk.module.named_modules()
@@ -84,7 +98,7 @@ def _global_names(chunk: MegatronModule, state: Mapping[str, Any]) -> dict[str, 
         match = _IN_LAYER.match(name)
         if match and match["layer"] in numbers:
             name = f"{match['start']}{numbers[match['layer']]}{name[match.end() :]}"
-        found[local] = shared_name(name, value)
+        found[local] = shared_name(numbered_in_layer(name, chunk.config), value)
     return found
 
 
@@ -237,6 +251,10 @@ def load_settings(optimizer: Any, chunk: MegatronModule, entries: Mapping[str, A
             "checkpoint of the same model, or use --no-load-optim."
         )
     meta = {name: saved[short] for name, short in names.items()}
+    for name in meta:
+        for setting in _OWN_SETTINGS:
+            if setting in meta[name]:
+                meta[name][setting] = state["param_to_group_meta"][name][setting]
     for name, values in state["state"].items():
         # TransformerEngine's optimizers count steps by group, torch's by parameter.
         if _STEP in values and _STEP in meta[name]:

@@ -22,6 +22,7 @@ from megatron.core.distributed.fsdp.experimental import (
     Placements,
     SchedulePolicy,
 )
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import check_expert_layout
 
 
 @dataclass
@@ -96,9 +97,6 @@ _HONOURED = frozenset(
 
 
 _STRATEGIES = {"data_parallel_sharding_strategy": STRATEGIES, "outer_dp_sharding_strategy": OUTER_STRATEGIES}
-_PARALLEL_SIZES = {
-    "expert_model_parallel_size": 1,
-}
 _UNSUPPORTED_MODEL_FLAGS = {
     "defer_embedding_wgrad_compute": "no --defer-embedding-wgrad-compute",
     "fp8": "no --fp8-format",
@@ -114,18 +112,13 @@ _UNSUPPORTED_MODEL_FLAGS = {
 
 def check_model_config(config: TransformerConfig) -> None:
     """Refuse a model layout or feature that FSDP v2 does not compose with yet."""
-    if getattr(config, "num_moe_experts", None) and config.tensor_model_parallel_size > 1:
+    check_expert_layout(config)
+    if config.num_moe_experts and config.pipeline_model_parallel_size > 1:
         raise NotImplementedError(
-            f"Megatron-FSDP v2 num_moe_experts: expected tensor_model_parallel_size 1 with experts, got "
-            f"{config.tensor_model_parallel_size}; they do not compose yet. Set --tensor-model-parallel-size 1."
+            "Megatron-FSDP v2 pipeline_model_parallel_size: expected 1 with num_moe_experts, got "
+            f"{config.pipeline_model_parallel_size}; they were not tried together yet. Set "
+            "--pipeline-model-parallel-size 1."
         )
-    for name, supported in _PARALLEL_SIZES.items():
-        size = getattr(config, name, None)
-        if size not in (None, supported):
-            raise NotImplementedError(
-                f"Megatron-FSDP v2 {name}: expected {supported}, got {size}; it does not compose with this parallelism "
-                f"yet. Set --{name.replace('_', '-')} {supported}."
-            )
     for name, cure in _UNSUPPORTED_MODEL_FLAGS.items():
         value = getattr(config, name, None)
         if value and value != "none":

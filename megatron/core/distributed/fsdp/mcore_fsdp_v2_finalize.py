@@ -8,12 +8,16 @@ ranks are cut alike, so that elements of one place lie at one place. Data parall
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+from megatron.core.distributed.finalize_model_grads import (
+    _update_router_expert_bias,
+    reset_model_temporary_tensors,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import nn
@@ -21,6 +25,7 @@ from torch import nn
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads as finalize_stock_model_grads
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_adapter import is_fully_sharded
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import is_expert
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import find_group
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import GROUPS, stage_group
 
@@ -54,9 +59,18 @@ def finalize_model_grads(
         chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
     _add_over_tensor_parallelism(chunks, config, find_group(pg_collection, "tp"))
     _add_over_stages(chunks, pg_collection)
+    if getattr(config, "moe_router_enable_expert_bias", False):
+        _move_expert_biases(chunks, config, pg_collection)
     reset_model_temporary_tensors(config, chunks)
     if num_tokens is not None:
         _divide_by_tokens(chunks, num_tokens, pg_collection)
+
+
+def _move_expert_biases(chunks: list[Any], config: Any, pg_collection: ProcessGroupCollection | None) -> None:
+    """Move the biases by which routers spread tokens; megatron-core's function, which 0.19 gives the group."""
+    asks = "tp_dp_cp_group" in inspect.signature(_update_router_expert_bias).parameters
+    groups = {"tp_dp_cp_group": getattr(pg_collection, "tp_dp_cp", None)} if asks else {}
+    _update_router_expert_bias(chunks, config, **groups)
 
 
 def _add_over_tensor_parallelism(chunks: Sequence[Any], config: Any, group: Any) -> None:
@@ -66,6 +80,8 @@ def _add_over_tensor_parallelism(chunks: Sequence[Any], config: Any, group: Any)
     summed: list[torch.Tensor] = []
     averaged: list[torch.Tensor] = []
     for name, parameter in _trained(chunks):
+        if is_expert(parameter):
+            continue  # of each rank's own experts: megatron-core marks their biases as if ranks shared them
         if getattr(parameter, "average_gradients_across_tp_domain", False):
             averaged.append(parameter.grad.to_local())
         elif (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or (

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 
 TENSOR_PARALLEL_AXIS = "tp"
 _GLOBAL: dict[str, Any] = {
+    "expt_dp": parallel_state.get_expert_data_parallel_group,
     "tp": parallel_state.get_tensor_model_parallel_group,
     "pp": parallel_state.get_pipeline_model_parallel_group,
     "embd": parallel_state.get_embedding_group,

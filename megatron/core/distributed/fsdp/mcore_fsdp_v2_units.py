@@ -44,8 +44,10 @@ def _import_class(dotted_name: str) -> Any:
         return None
 
 
-def find_units(module: nn.Module, classes: tuple[type[nn.Module], ...], *, is_default: bool) -> list[nn.Module]:
-    """Return the modules of these classes in forward order; a warning says where there are none of the default.
+def find_units(
+    module: nn.Module, classes: tuple[type[nn.Module], ...], others: Sequence[nn.Module], *, is_default: bool
+) -> list[nn.Module]:
+    """Return the modules of these classes and others in forward order; a warning says where there are none by default.
 
     Raises:
         ValueError: none of classes that were named.
@@ -64,7 +66,8 @@ def find_units(module: nn.Module, classes: tuple[type[nn.Module], ...], *, is_de
             names,
             type(module).__name__,
         )
-    return units
+    wanted = {*units, *others}
+    return [child for child in module.modules() if child in wanted]
 
 
 def join_units(module: nn.Module, units: Sequence[nn.Module], min_numel: int) -> list[list[nn.Module]]:

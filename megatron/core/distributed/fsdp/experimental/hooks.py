@@ -121,6 +121,11 @@ def begin_forward(unit: Any, args: Any, kwargs: Any) -> Any:
     unit.pre_forward()
     if not torch.is_grad_enabled() or unit.phase is not UnitPhase.FORWARD:
         return None
+    return open_call(unit, args, kwargs)
+
+
+def open_call(unit: Any, args: Any, kwargs: Any) -> Any:
+    """Expect a backward of the unit's forward, which is under way; return arguments whose tensors are watched."""
     call = unit._fsdp_open_call = ForwardCall(unit, unit._fsdp_version())
     _watch_hooked_modules(unit)
     return call.watch_inputs(args), call.watch_inputs(kwargs)

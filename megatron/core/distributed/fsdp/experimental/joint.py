@@ -9,6 +9,7 @@ The first module is the unit, and holds the groups; the others are its followers
 module that comes first, which is the first one as a rule, and ends with the last one. Gradients may enter at the
 outputs of any of them, and so each of these begins the unit's backward. Where the last module does not come (a layer
 that is skipped, an early exit), the forward ends with that of the unit around, or before the first module comes again.
+Modules that come first may run without a graph while later ones record one (a reentrant checkpoint of some layers).
 In a backward, modules that are recomputed come one by one and in reverse, so that each is a forward of its own there.
 """
 
@@ -23,7 +24,7 @@ from torch import nn
 
 from .backward_task import is_in_backward
 from .compiling import untraced
-from .hooks import begin_forward, end_forward, refuse_alias
+from .hooks import begin_forward, end_forward, open_call, refuse_alias
 from .module import FsdpModule
 from .phase import UnitPhase
 
@@ -54,6 +55,9 @@ class _MemberHooks:
         if self._is_first and unit.phase is UnitPhase.FORWARD and not is_in_backward():
             end_forward(unit, (), None)
         if unit.phase is UnitPhase.FORWARD:
+            if unit._fsdp_open_call is None and torch.is_grad_enabled():
+                # Without a call nobody would tell the unit of its backward.
+                return open_call(unit, args, kwargs)
             return None
         replaced = begin_forward(unit, args, kwargs)
         outer = unit._fsdp_parent()

@@ -1,0 +1,119 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""How FSDP v2 shards the experts of a Megatron-Core chunk whose ranks hold different ones; it shards nothing itself.
+
+[Note: gradients of experts]
+A rank's experts see the tokens of all ranks that share a layer's experts with it, so that fewer ranks hold copies of an
+expert than of a dense weight, and every copy has the gradient of several ranks' tokens. Dense gradients are means over
+all data-parallel ranks. For experts that is their sum over the ranks with copies, divided by the number of all
+data-parallel ranks. Example: of four ranks, 0 and 1 share the experts, and so do 2 and 3. An expert of rank 0 has a
+copy on rank 2; the mean over these two is divided by 4 / 2 once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import find_group
+
+EXPERT_AXIS = "expt_dp"
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Return whether ranks of expert parallelism hold different ones in a parameter's place."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def check_expert_layout(config: TransformerConfig) -> None:
+    """Refuse experts that tensor parallelism has cut, or of which its ranks have copies.
+
+    Raises:
+        NotImplementedError: there are such.
+    """
+    if getattr(config, "num_moe_experts", None) is None or config.tensor_model_parallel_size == 1:
+        return
+    size = getattr(config, "expert_tensor_parallel_size", None)
+    if size != 1:
+        raise NotImplementedError(
+            f"Megatron-FSDP v2 expert_tensor_parallel_size: expected 1 with tensor parallelism, got {size}; experts in "
+            "pieces are not supported yet. Set --expert-tensor-parallel-size 1."
+        )
+    if config.expert_model_parallel_size % config.tensor_model_parallel_size:
+        raise NotImplementedError(
+            f"Megatron-FSDP v2 expert_model_parallel_size: expected a multiple of tensor_model_parallel_size "
+            f"{config.tensor_model_parallel_size}, so that its ranks hold different experts, got "
+            f"{config.expert_model_parallel_size}. Set --expert-model-parallel-size."
+        )
+
+
+def expert_modules(module: nn.Module) -> list[nn.Module]:
+    """Return the largest modules that hold nothing but experts of this rank; none without expert parallelism."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        kinds = {is_expert(parameter) for parameter in child.parameters()}
+        if True in kinds:
+            found += expert_modules(child) if False in kinds else [child]
+    return found
+
+
+def units_with_experts(runs: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[Sequence[nn.Module], bool]]:
+    """Yield each unit, a list of modules, and whether it holds experts.
+
+    Args:
+        runs: inner units first, which own the parameters that outer ones have, too.
+
+    Raises:
+        ValueError: a unit of experts and other parameters.
+    """
+    seen: set[int] = set()
+    for run in runs:
+        owned = [(name, p) for member in run for name, p in member.named_parameters() if id(p) not in seen]
+        seen |= {id(parameter) for _, parameter in owned}
+        experts = [name for name, parameter in owned if is_expert(parameter)]
+        if experts and len(experts) < len(owned):
+            raise ValueError(
+                f"FullyShardedDataParallel of {type(run[0]).__name__}: expected experts in modules of their own, got "
+                f"{experts[0]} beside other parameters, which lie on other ranks. Put experts into a module."
+            )
+        yield run, bool(experts)
+
+
+def expert_options(
+    options: dict[str, Any], num_instances: int, pg_collection: ProcessGroupCollection | None, device_type: str
+) -> dict[str, Any]:
+    """Return what `fully_shard` of experts is told; see [Note: gradients of experts].
+
+    Args:
+        options: of other units.
+        num_instances: optimizer instances.
+        pg_collection: process groups; None means megatron-core's global ones.
+        device_type: where shards lie.
+
+    Raises:
+        NotImplementedError: several optimizer instances.
+        ValueError: no process group of the ranks with copies.
+    """
+    if num_instances > 1:
+        raise NotImplementedError(
+            f"num_distributed_optimizer_instances: expected 1 with expert parallelism, got {num_instances}; not "
+            "supported yet. Set --num-distributed-optimizer-instances 1."
+        )
+    copies, whole = find_group(pg_collection, EXPERT_AXIS), find_group(pg_collection, "dp_cp")
+    if copies is None:
+        raise ValueError(
+            f"FullyShardedDataParallel pg_collection: expected a process group {EXPERT_AXIS} of the ranks with copies "
+            "of this rank's experts, got none. Pass it, or call "
+            "initialize_model_parallel(expert_model_parallel_size=...)."
+        )
+    averages = options["gradient_reduction"] == "average"
+    return {
+        **options,
+        "mesh": DeviceMesh.from_group(copies, device_type, mesh_dim_names=(EXPERT_AXIS,)),
+        "grad_divisor": whole.size() / copies.size() if averages else 1,
+    }
