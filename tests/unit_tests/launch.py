@@ -38,14 +38,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.overrides import TorchFunctionMode
 
+DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cpu")
 _context = multiprocessing.get_context("forkserver")
+# What megatron-core imports on a machine with GPUs initialises CUDA, with which no process may be forked.
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "torch.optim", "megatron.core.distributed.fsdp.experimental"]
+    ["torch", "torch.distributed.tensor", "torch.optim"]
+    + ([] if DEVICE == "cuda" else ["megatron.core.distributed.fsdp.experimental"])
 )
 _pools: dict[int, _Pool] = {}
 _lasting_groups: dict[str, set[dist.ProcessGroup]] = {}
 
-DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cpu")
 # Convolutions on GPUs round to TF32 by default, in which two runs that should be equal differ.
 torch.backends.cudnn.allow_tf32 = False
 
