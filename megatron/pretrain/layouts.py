@@ -63,6 +63,12 @@ def check_context_parallelism(args: argparse.Namespace) -> None:
             f"Context parallelism: expected a multiple of {2 * size}, twice --context-parallel-size {size}, got "
             f"{args.seq_length} for --seq-length. Change one of them."
         )
+    if args.eod_mask_loss and not args.calculate_per_token_loss:
+        raise ValueError(
+            "Context parallelism: expected --calculate-per-token-loss, since ranks have parts of a sequence with "
+            f"different numbers of tokens in the loss, got --context-parallel-size {size} without it for "
+            "--eod-mask-loss. Add it."
+        )
     if args.reset_attention_mask:
         raise ValueError(
             f"Context parallelism: expected one causal mask, got --context-parallel-size {size} for "

@@ -137,6 +137,7 @@ def test_checkpoints_move_between_layouts(saved: Layout | None, loaded: Layout |
         ((*TP, "--ffn-hidden-size", "33"), "got 33 for --ffn-hidden-size"),
         ((*SP, "--seq-length", "15"), "got 15 for --seq-length"),
         ((*CP, "--seq-length", "14"), "expected a multiple of 4, twice --context-parallel-size 2, got 14"),
+        ((*CP, "--eod-mask-loss"), "got --context-parallel-size 2 without it for --eod-mask-loss"),
         ((*CP, "--reset-attention-mask"), "got --context-parallel-size 2 for --reset-attention-mask"),
         (("--sequence-parallel",), "expected --tensor-model-parallel-size above 1"),
     ],

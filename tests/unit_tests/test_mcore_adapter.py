@@ -933,10 +933,20 @@ def _refusals() -> None:
         ("delay_wgrad_compute", True, "no --delay-wgrad-compute"),
         ("overlap_moe_expert_parallel_comm", True, "no --overlap-moe-expert-parallel-comm"),
         ("init_model_with_meta_device", True, "no --init-model-with-meta-device"),
+        ("has_cond_embedder", True, "a model without a conditional embedder"),
+        ("flextron", True, "a model without it"),
     ):
         tower = build_tower()
         setattr(tower.config, name, value)
         _refuse(NotImplementedError, rf"{name}: expected it off, got {value!r}.*Use {cure}\.", tower)
+    for name, value, message in (
+        ("gtp_weight_remat_size", 2, "gtp_weight_remat_size: expected 1, got 2"),
+        ("expert_gtp_weight_remat_size", 4, "expert_gtp_weight_remat_size: expected 1, got 4"),
+        ("moe_router_load_balancing_type", ["quantile_balancing"], "expected another than quantile_balancing"),
+    ):
+        tower = build_tower()
+        setattr(tower.config, name, value)
+        _refuse(NotImplementedError, message, tower)
     _refuse(TypeError, r"ddp_config: expected DistributedDataParallelConfig, got dict", build_tower(), {"a": 1})
     _refuse_strategies()
     _refuse(

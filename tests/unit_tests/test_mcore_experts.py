@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_checkpoint as names
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_experts
 from megatron.core.distributed.fsdp.experimental.checkpoint import OpenCheckpoint, Ranks, write_checkpoint
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import check_gather_group
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import expert_modules, units_with_experts
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_finalize import finalize_model_grads
 from tests.unit_tests.launch import run_ranks
@@ -298,15 +299,30 @@ def _refusals() -> None:
     missing = mock.patch.object(mcore_fsdp_v2_experts, "find_group", lambda *unused: None)
     with missing, pytest.raises(ValueError, match=r"expected a process group expt_dp of the ranks .*, got none"):
         wrap(tower)
-    for etp, ep, message in (
-        (2, 2, "expert_tensor_parallel_size: expected 1 with tensor parallelism, got 2"),
-        (1, 1, "expert_model_parallel_size: expected a multiple of tensor_model_parallel_size 2, .* got 1"),
+    for tp, etp, ep, message in (
+        (1, 2, 2, "expert_tensor_parallel_size: expected 1, got 2"),
+        (2, None, 2, "expert_tensor_parallel_size: expected 1, got None"),
+        (2, 2, 2, "expert_tensor_parallel_size: expected 1, got 2"),
+        (2, 1, 1, "expert_model_parallel_size: expected a multiple of tensor_model_parallel_size 2, .* got 1"),
     ):
         tower = build_tower()
         sizes = {"num_moe_experts": 4, "expert_tensor_parallel_size": etp, "expert_model_parallel_size": ep}
-        vars(tower.config).update(sizes, tensor_model_parallel_size=2)
+        vars(tower.config).update(sizes, tensor_model_parallel_size=tp)
         with pytest.raises(NotImplementedError, match=message):
             wrap(tower)
+    tower = build_tower()
+    vars(tower.config).update(num_moe_experts=4, expert_model_parallel_size=2, moe_grouped_gemm=True)
+    with pytest.raises(NotImplementedError, match="moe_grouped_gemm: expected False with expert parallelism, got True"):
+        wrap(tower)
+    gathers = ddp_config(data_parallel_sharding_strategy="optim_grads_params")
+    gathers.megatron_fsdp_create_all_gather_group = True
+    check_gather_group(gathers, model_config(), 1)
+    with pytest.raises(NotImplementedError, match=r"create_all_gather_group: expected False .* 1 stage.* 2 of each"):
+        check_gather_group(gathers, model_config(), 2)
+    config = model_config()
+    config.pipeline_model_parallel_size = 2
+    with pytest.raises(NotImplementedError, match=r"create_all_gather_group: expected False .* 2 stage.* 1 of each"):
+        check_gather_group(gathers, config, 1)
 
 
 def test_experts_that_cannot_be_sharded_are_refused_before_ranks_communicate() -> None:

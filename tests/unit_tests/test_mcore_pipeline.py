@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_checkpoint as names
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_finalize as finalize
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_shared_weights as shared_weights
-from megatron.core.distributed.fsdp.experimental import GradientStatistics, fully_shard
+from megatron.core.distributed.fsdp.experimental import GradientStatistics, MixedPrecisionPolicy, fully_shard
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import check_pipeline
+from megatron.core.optimizer import fully_sharded_optimizer
 from megatron.core.optimizer.fully_sharded_optimizer import get_megatron_optimizer
 from tests.unit_tests.launch import DEVICE, run_ranks, run_ranks_expecting
 from tests.unit_tests.mcore import build_tower, ddp_config, model_config, optimizer_config, start, wrap
@@ -49,13 +51,13 @@ def _groups() -> ProcessGroupCollection:
     return groups
 
 
-def _stage(words: int = 6, is_apart: bool = True) -> tuple[Stage, Any]:
+def _stage(words: int = 6, is_apart: bool = True, policy: Any = None) -> tuple[Stage, Any]:
     """Return this rank's stage, which it alone holds, and the weights that it shares."""
     mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("stage", "dp"))["dp"]
     stage = Stage(dist.get_rank(), words).to(DEVICE)
     if is_apart:
         shared_weights.set_apart(shared_weights.find_shared_weights(stage, _groups()))
-    fully_shard(stage, mesh)
+    fully_shard(stage, mesh, mixed_precision_policy=policy)
     return stage, shared_weights.find_shared_weights(stage, _groups())
 
 
@@ -88,6 +90,17 @@ def test_shared_weights_that_lie_elsewhere_are_refused(is_apart: bool) -> None:
     for message in run_ranks_expecting(2, ValueError, _another_place, 6, is_apart):
         assert "weights that stages share over embd: expected the same elements on all of them, got [" in message
         assert "on stage 1 of those that hold them. Wrap the chunks of all stages with the same config" in message
+
+
+def _another_gradient_dtype() -> None:
+    dtype = (torch.bfloat16, torch.float32)[dist.get_rank()]
+    _, shared = _stage(policy=MixedPrecisionPolicy(main_grads_dtype=dtype))
+    shared_weights.check_equal_shards(shared, _groups())
+
+
+def test_shared_weights_with_gradients_of_other_dtypes_are_refused() -> None:
+    for message in run_ranks_expecting(2, ValueError, _another_gradient_dtype):
+        assert "torch.bfloat16 gradients" in message and "torch.float32 gradients" in message
 
 
 def _apart() -> None:
@@ -208,6 +221,19 @@ def _wrong_number_of_stages() -> None:
 def test_another_number_of_stages_than_the_groups_have_is_refused() -> None:
     for message in run_ranks_expecting(1, ValueError, _wrong_number_of_stages):
         assert "pipeline_model_parallel_size: expected the size 1 of the process group pp, got 2 in the" in message
+
+
+def _without_trained_parameters() -> None:
+    start()
+    chunk = wrap(build_tower())
+    found = [] if dist.get_rank() == 1 else [{"params": list(chunk.parameters())}]
+    with mock.patch.object(fully_sharded_optimizer.mcore_optimizer, "_get_param_groups", lambda *unused: found):
+        get_megatron_optimizer(optimizer_config(), [chunk])
+
+
+def test_a_rank_without_trained_parameters_ends_all() -> None:
+    for message in run_ranks_expecting(2, ValueError, _without_trained_parameters):
+        assert "model_chunks: expected trainable parameters, got none on ranks [1]. Unfreeze some on every" in message
 
 
 def _different_configs() -> None:

@@ -332,10 +332,15 @@ def get_megatron_optimizer(
     param_groups = [
         group for group in mcore_optimizer._get_param_groups(model_chunks, config, config_overrides) if group["params"]
     ]
-    if not param_groups:
+    group = model_chunks[0].model_group
+    is_empty = [False] * group.size()
+    torch.distributed.all_gather_object(is_empty, not param_groups, group=group)
+    if any(is_empty):
+        ranks = torch.distributed.get_process_group_ranks(group)
+        where = [rank for rank, empty in zip(ranks, is_empty, strict=True) if empty]
         raise ValueError(
-            "get_megatron_optimizer model_chunks: expected trainable parameters, got none. Unfreeze some, or train "
-            "without an optimizer."
+            f"get_megatron_optimizer model_chunks: expected trainable parameters, got none on ranks {where[:8]}. "
+            "Unfreeze some on every pipeline stage, or train without an optimizer."
         )
     base = base_optimizer(config, param_groups, model_chunks[0].device)
     optimizer = FullyShardedOptimizer(base, config, grad_scaler_of(config), None, model_chunks)

@@ -38,6 +38,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     DistributedDataParallelConfig,
     check_ddp_config,
     check_fused_gradients,
+    check_gather_group,
     check_model_config,
     check_pipeline,
     mixed_precision_policy,
@@ -121,6 +122,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         check_stages(pg_collection, config.pipeline_model_parallel_size)
         instances = ddp_config.num_distributed_optimizer_instances
         of_experts = expert_options(options, instances, pg_collection, target.type) if experts else {}
+        check_gather_group(ddp_config, config, of_experts["mesh"].size() if experts else 1)
         options["mesh"] = data_parallel_mesh(instances, pg_collection, target.type, tensor_parallel_size)
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config

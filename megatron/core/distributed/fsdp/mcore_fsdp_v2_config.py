@@ -98,6 +98,8 @@ _HONOURED = frozenset(
 
 _STRATEGIES = {"data_parallel_sharding_strategy": STRATEGIES, "outer_dp_sharding_strategy": OUTER_STRATEGIES}
 _UNSUPPORTED_MODEL_FLAGS = {
+    "has_cond_embedder": "a model without a conditional embedder",
+    "flextron": "a model without it",
     "defer_embedding_wgrad_compute": "no --defer-embedding-wgrad-compute",
     "fp8": "no --fp8-format",
     "fp4": "no --fp4-format",
@@ -118,6 +120,16 @@ def check_model_config(config: TransformerConfig) -> None:
             "Megatron-FSDP v2 pipeline_model_parallel_size: expected 1 with num_moe_experts, got "
             f"{config.pipeline_model_parallel_size}; they were not tried together yet. Set "
             "--pipeline-model-parallel-size 1."
+        )
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        if (getattr(config, name, None) or 1) > 1:
+            raise NotImplementedError(
+                f"Megatron-FSDP v2 {name}: expected 1, got {getattr(config, name)}; not supported yet. Leave it out."
+            )
+    if "quantile_balancing" in str(getattr(config, "moe_router_load_balancing_type", "")):
+        raise NotImplementedError(
+            "Megatron-FSDP v2 moe_router_load_balancing_type: expected another than quantile_balancing, got it; its "
+            "biases would not move. Use --moe-router-load-balancing-type aux_loss."
         )
     for name, cure in _UNSUPPORTED_MODEL_FLAGS.items():
         value = getattr(config, name, None)
@@ -151,6 +163,23 @@ def check_pipeline(config: TransformerConfig) -> None:
             "Megatron-FSDP v2 overlap_p2p_comm: expected True with batch_p2p_comm=False for several chunks on two "
             f"stages, and never both True, got {overlaps} with batch_p2p_comm={batches}; stages would exchange wrong "
             "tensors. Set overlap_p2p_comm=True and batch_p2p_comm=False."
+        )
+
+
+def check_gather_group(ddp_config: _StockConfig, config: TransformerConfig, num_expert_copies: int) -> None:
+    """Refuse gathers in groups of their own where a mesh lacks some ranks, which would have to make the groups, too.
+
+    Args:
+        ddp_config: of the wrapper.
+        config: of the model.
+        num_expert_copies: ranks that hold copies of this rank's experts; 1 without experts of its own.
+    """
+    stages = config.pipeline_model_parallel_size
+    if getattr(ddp_config, "megatron_fsdp_create_all_gather_group", False) and (stages > 1 or num_expert_copies > 1):
+        raise NotImplementedError(
+            "megatron_fsdp_create_all_gather_group: expected False with pipeline parallelism and with experts that "
+            f"have copies, got True with {stages} stage(s) and {num_expert_copies} of each expert. Drop "
+            "--create-all-gather-group."
         )
 
 

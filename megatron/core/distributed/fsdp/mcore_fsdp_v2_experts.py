@@ -31,18 +31,24 @@ def is_expert(parameter: nn.Parameter) -> bool:
 
 
 def check_expert_layout(config: TransformerConfig) -> None:
-    """Refuse experts that tensor parallelism has cut, or of which its ranks have copies.
+    """Refuse experts in pieces, several in one tensor, or of which ranks of tensor parallelism have copies.
 
     Raises:
         NotImplementedError: there are such.
     """
-    if getattr(config, "num_moe_experts", None) is None or config.tensor_model_parallel_size == 1:
+    if getattr(config, "num_moe_experts", None) is None:
         return
     size = getattr(config, "expert_tensor_parallel_size", None)
-    if size != 1:
+    # None means that of tensor parallelism.
+    if (config.tensor_model_parallel_size if size is None else size) != 1:
         raise NotImplementedError(
-            f"Megatron-FSDP v2 expert_tensor_parallel_size: expected 1 with tensor parallelism, got {size}; experts in "
-            "pieces are not supported yet. Set --expert-tensor-parallel-size 1."
+            f"Megatron-FSDP v2 expert_tensor_parallel_size: expected 1, got {size}; experts in pieces are not "
+            "supported yet. Set --expert-tensor-parallel-size 1."
+        )
+    if config.moe_grouped_gemm and config.expert_model_parallel_size > 1:
+        raise NotImplementedError(
+            "Megatron-FSDP v2 moe_grouped_gemm: expected False with expert parallelism, got True; checkpoints tell "
+            "experts apart by tensors of their own. Drop --moe-grouped-gemm."
         )
     if config.expert_model_parallel_size % config.tensor_model_parallel_size:
         raise NotImplementedError(

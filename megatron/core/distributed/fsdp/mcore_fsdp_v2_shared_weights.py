@@ -84,7 +84,9 @@ def check_equal_shards(shared: dict[str, list[Any]], pg_collection: ProcessGroup
 
 def _describe(weight: Any) -> str:
     offset, shard_numel, num_shards, axes, _ = weight.geometry.cut
-    kind = f"{tuple(weight.shape)} {weight.dtype}" + ("" if weight.requires_grad else " frozen")
+    gradients = weight._fsdp_group().gradients
+    kind = f"{tuple(weight.shape)} {weight.dtype}"
+    kind += " frozen" if gradients is None else f" with {gradients.at.main.dtype} gradients"
     return f"{kind} at {offset} of {num_shards} shards of {shard_numel} over axes {axes}"
 
 
