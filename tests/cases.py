@@ -27,7 +27,6 @@ SCOPES = {
 }
 
 _OTHER_OPERATIONS = "or use the parameter inside its unit's forward"
-_NO_LAYOUT = "it does not compose with this parallelism"
 _DIAGNOSED = "a call that others do not make is diagnosed by MEGATRON_FSDP_CHECK_RANKS"
 
 
@@ -119,7 +118,7 @@ CASES = (
     Case(45, "silent", "padding shifts saved optimizer state"),
     Case(48, "silent", "uneven shards gather into wrong tensors", note="gathering", refused=_OTHER_OPERATIONS),
     Case(50, "silent", "shards of parameters with more than two dims"),
-    Case(52, "silent", "rows permuted under tensor parallelism", LAYOUTS, refused=_NO_LAYOUT),
+    Case(52, "silent", "rows permuted under tensor parallelism", LAYOUTS),
     Case(53, "silent", "fused tensors cut by shard borders"),
     # Ties, start values, hooks
     Case(

@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     "outer_for_one_axis": (
         ValueError,
         lambda: fully_shard(nn.Linear(2, 2), placements=Placements.from_strategy("optim", outer="optim")),
-        "give `outer` exactly for a mesh of two axes",
+        "give `outer` exactly for two data-parallel axes",
     ),
     "reshard_of_replicated": (
         ValueError,

@@ -236,6 +236,32 @@ def test_checkpoint_moves_between_sizes(tmp_path: Path) -> None:
             assert all(torch.equal(found[name], saved[name]) for name in saved), (world_size, tp)
 
 
+ROWS = torch.arange(8 * 3, dtype=torch.float32).view(8, 3)
+
+
+def _rows(folder: str, tp: bool) -> None:
+    """Cut rows by tensor parallelism and data parallelism; save, or load without tensor parallelism."""
+    mesh = _mesh() if tp else init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    layer: Any = nn.Linear(3, 8 // (TP if tp else 1), bias=False, device=DEVICE)
+    with torch.no_grad():
+        layer.weight.copy_(ROWS.chunk(TP)[mesh.get_local_rank("tp")] if tp else torch.zeros_like(ROWS))
+    if tp:
+        layer.weight.tensor_model_parallel, layer.weight.partition_dim = True, 0
+    fully_shard(layer, mesh)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    if tp:
+        save_checkpoint(layer, optimizer, Path(folder, "rows"))
+    else:
+        load_checkpoint(layer, optimizer, Path(folder, "rows"))
+    assert torch.equal(layer.weight.full_tensor().cpu(), ROWS)
+
+
+def test_pb052_rows_keep_their_order(tmp_path: Path) -> None:
+    run_ranks(4, _rows, str(tmp_path), True)
+    run_ranks(2, _rows, str(tmp_path), False)
+    run_ranks(1, _rows, str(tmp_path), False)
+
+
 def _wrong_attributes(dim: int, stride: int) -> None:
     mesh = _mesh()
     layer: Any = nn.Linear(4, 6)
