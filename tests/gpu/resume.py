@@ -37,7 +37,6 @@ def main() -> None:
         second, load_s = train((*flags, "--load", checkpoints), arguments.ranks, Path(folder), "second half")
     assert len(second["lm_loss"]) == arguments.iterations - half, "the second half is not one"
     joined = {key: first[key] + second[key] for key in NAMES}
-    # Validation goes by the number of the iteration; a half that ends between two of them has none of its own.
     differ = [
         (key, next((i for i, (a, b) in enumerate(zip(straight[key], joined[key], strict=False)) if a != b), "length"))
         for key in NAMES

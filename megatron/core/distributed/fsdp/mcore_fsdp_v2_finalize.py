@@ -79,15 +79,17 @@ def _add_over_tensor_parallelism(chunks: Sequence[Any], config: Any, group: Any)
         return
     summed: list[torch.Tensor] = []
     averaged: list[torch.Tensor] = []
-    for name, parameter in _trained(chunks):
-        if is_expert(parameter):
-            continue  # of each rank's own experts: megatron-core marks their biases as if ranks shared them
-        if getattr(parameter, "average_gradients_across_tp_domain", False):
-            averaged.append(parameter.grad.to_local())
-        elif (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or (
+    for name, parameter in _parameters(chunks):
+        averages = getattr(parameter, "average_gradients_across_tp_domain", False)
+        adds = (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or (
             config.qk_layernorm and any(norm in name for norm in _QK_NORMS)
-        ):
-            summed.append(parameter.grad.to_local())
+        )
+        # A rank's experts are its own, although megatron-core marks their biases as if ranks shared them.
+        if not (averages or adds) or is_expert(parameter):
+            continue
+        # Asked for last: a DTensor's gradient costs more than an attribute, and most parameters are pieces.
+        if (gradient := parameter.grad) is not None:
+            (averaged if averages else summed).append(gradient.to_local())
     _reduce(summed, group)
     _reduce(averaged, group)
     for gradient in averaged:
@@ -103,12 +105,10 @@ def _add_over_stages(chunks: Sequence[Any], pg_collection: ProcessGroupCollectio
         )
 
 
-def _trained(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters that have gradients, and their names; in one order on all ranks of tensor parallelism."""
+def _parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield parameters and their names; in one order on all ranks of tensor parallelism."""
     for chunk in chunks:
-        for name, parameter in chunk.module.named_parameters():
-            if parameter.requires_grad and parameter.grad is not None:
-                yield name, parameter
+        yield from chunk.module.named_parameters()
 
 
 @torch.no_grad()
