@@ -12,7 +12,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
+from .checkpoint_tensors import checkpoint_tensors
 from .launch_script import Run, launch_forked, launch_once
 
 TOLERANCE = 1e-6
@@ -127,6 +129,33 @@ def test_checkpoints_move_between_layouts(saved: Layout | None, loaded: Layout |
     for name in ("lm_loss", "grad_norm"):
         assert len(found.series(name)) == 2
         assert found.series(name) == pytest.approx(straight.series(name)[2:], rel=TOLERANCE), name
+
+
+DP4 = Layout("dp4", 4, ())
+EP = ("--num-experts", "4", "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall")
+EP1 = Layout("ep1", 2, EP)
+EP2 = Layout("ep2", 2, (*EP, "--expert-model-parallel-size", "2"))
+
+
+@pytest.mark.parametrize(("saved", "between"), [(DP4, TP2_DP2), (EP1, EP2)], ids=_named)
+def test_weights_and_moments_move_to_another_layout_and_back_bit_for_bit(
+    saved: Layout, between: Layout, tmp_path: Path
+) -> None:
+    model = (*MODEL, *RUN, "--mock-data", "--vocab-size", "300", "--train-iters", "2")
+    first = launch_once((V2, *model, *saved.flags, "--save", str(tmp_path), "--save-interval", "2"), saved.ranks)
+    assert first.returncode == 0
+    source, at = tmp_path, "iter_0000002"
+    expected = checkpoint_tensors(source / at)
+    assert any(key.endswith("exp_avg_sq") and bool(value.any()) for key, value in expected.items())
+    for layout in (between, saved):
+        target = tmp_path / f"by_{layout.name}"
+        words = (*model, *layout.flags, "--load", str(source), "--ckpt-step", "2", "--save", str(target))
+        run = launch_forked((V2, *words), layout.ranks, script="tests/functional_tests/load_and_save.py")
+        assert run.returncode == 0, run.stderr[-4000:]
+        found = checkpoint_tensors(target / at)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected), layout.name
+        source = target
 
 
 @pytest.mark.parametrize(
