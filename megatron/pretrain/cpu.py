@@ -90,6 +90,7 @@ def install() -> None:
     _replace_rng_state()
     _replace_device_literals()
     _replace_in_experts()
+    _replace_uneven_gather()
     _replace_tensor_methods()
     _installed = True
 
@@ -161,6 +162,26 @@ def _replace_in_experts() -> None:
     method = router.TopKRouter._apply_expert_bias
     # Compiling what adds up a few numbers needs a C++ compiler, and takes seconds.
     router.TopKRouter._apply_expert_bias = getattr(method, "_torchdynamo_orig_callable", method)
+
+
+def _replace_uneven_gather() -> None:
+    """Let ranks that share experts gather tokens of which each has another number: gloo wants equal ones."""
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    stock = mappings._gather_along_first_dim
+
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return stock(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: input_.shape[0]] = input_
+        found = padded.new_empty(len(sizes), *padded.shape)
+        torch.distributed.all_gather_into_tensor(found.flatten(0, 1), padded, group=group)
+        return torch.cat([piece[:size] for piece, size in zip(found, sizes, strict=True)])
+
+    mappings._gather_along_first_dim = gather
 
 
 def _as_on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -69,7 +69,7 @@ def add_moe_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--expert-tensor-parallel-size",
         type=_count,
-        help="ranks that share an expert, only 1 for now; default --tensor-model-parallel-size",
+        help="ranks that share an expert: 1, or --tensor-model-parallel-size (the default)",
     )
 
 
@@ -78,7 +78,6 @@ def complete_experts(args: argparse.Namespace, world_size: int) -> None:
 
     Raises:
         ValueError: Experts or ranks cannot be divided so, or settings of the router contradict each other.
-        NotImplementedError: A parallelism that does not go with experts yet.
     """
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
@@ -86,8 +85,8 @@ def complete_experts(args: argparse.Namespace, world_size: int) -> None:
         return
     if args.moe_ffn_hidden_size is None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
-    _check_division(args, world_size)
     _check_tensor_parallelism(args)
+    _check_division(args, world_size)
     _check_router(args)
     if args.expert_model_parallel_size == 1 and not args.disable_bias_linear:
         # megatron-core adds them in place, to what autograd does not let be written.
@@ -106,37 +105,41 @@ def _check_division(args: argparse.Namespace, world_size: int) -> None:
     flag = "--expert-model-parallel-size"
     if args.num_experts % size:
         _fail("Experts", f"a divisor of --num-experts {args.num_experts}", flag, size, "Change one of them")
-    if world_size % size:
+    pieces, stages = args.expert_tensor_parallel_size, args.pipeline_model_parallel_size
+    ranks = world_size // stages
+    if ranks % (size * pieces):
         cure = "Change it or the number of ranks"
-        _fail("Expert parallelism", f"a divisor of the {world_size} rank(s)", flag, size, cure)
-    if size > 1 and args.num_distributed_optimizer_instances > 1:
-        raise NotImplementedError(
-            f"Expert parallelism: expected --num-distributed-optimizer-instances 1, got "
-            f"{args.num_distributed_optimizer_instances} for {flag} {size}. Drop one of them."
-        )
+        each = f", {pieces} for each expert" if pieces > 1 else ""
+        _fail("Expert parallelism", f"a divisor of the {ranks} rank(s) of a stage{each}", flag, size, cure)
+    copies, instances = ranks // (size * pieces), args.num_distributed_optimizer_instances
+    if copies % instances:
+        cure = "Change one of them or the number of ranks"
+        flag = "--num-distributed-optimizer-instances"
+        _fail("Optimizer instances", f"a divisor of the {copies} copies of each expert", flag, instances, cure)
 
 
 def _check_tensor_parallelism(args: argparse.Namespace) -> None:
-    size = args.expert_tensor_parallel_size
-    if size != 1:
-        raise NotImplementedError(
-            f"Expert parallelism: expected 1, got {size} for --expert-tensor-parallel-size (default: "
-            f"--tensor-model-parallel-size). Write --expert-tensor-parallel-size 1 and --expert-model-parallel-size."
-        )
-    if args.tensor_model_parallel_size == 1:
+    size, dense_size = args.expert_tensor_parallel_size, args.tensor_model_parallel_size
+    flag = "--expert-tensor-parallel-size"
+    if size not in (1, dense_size):
+        _fail("Experts", f"1 or --tensor-model-parallel-size {dense_size}", flag, size, "Change one of them")
+    if dense_size == 1:
         return
     if not args.sequence_parallel:
         cure = "Add --sequence-parallel"
         _fail("Experts", "--sequence-parallel with tensor parallelism", "--num-experts", "none", cure)
-    if args.expert_model_parallel_size % args.tensor_model_parallel_size:
+    if size > 1 and not args.disable_bias_linear:
+        _fail("Experts", "no biases where ranks share an expert", flag, size, f"Add --disable-bias-linear, or {flag} 1")
+    if size == 1 and args.expert_model_parallel_size % dense_size:
         _fail(
             "Experts",
-            f"a multiple of --tensor-model-parallel-size {args.tensor_model_parallel_size}, so that its ranks hold "
-            "different experts",
+            f"a multiple of --tensor-model-parallel-size {dense_size}, so that its ranks hold different experts",
             "--expert-model-parallel-size",
             args.expert_model_parallel_size,
-            "Change one of them",
+            f"Change one of them, or leave {flag} out",
         )
+    if size > 1 and args.moe_ffn_hidden_size % size:
+        _fail("Experts", f"a multiple of {flag} {size}", "--moe-ffn-hidden-size", args.moe_ffn_hidden_size, "Change it")
 
 
 def _check_router(args: argparse.Namespace) -> None:

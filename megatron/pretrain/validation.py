@@ -28,7 +28,6 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
         NotImplementedError: A parallelism that is not supported yet.
     """
     check_requirements(args)
-    _check_parallelism(args)
     num_copies = data_parallel_size(args, world_size)
     _check_fsdp(args, num_copies)
     _complete_model(args)
@@ -48,14 +47,6 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
 
 def _fail(what: str, expected: str, found: str, flag: str, cure: str) -> None:
     raise ValueError(f"{what}: expected {expected}, got {found} for {flag}. {cure}.")
-
-
-def _check_parallelism(args: argparse.Namespace) -> None:
-    if args.num_experts and args.pipeline_model_parallel_size > 1:
-        raise NotImplementedError(
-            f"Parallelism: expected 1 with experts, got {args.pipeline_model_parallel_size} for "
-            "--pipeline-model-parallel-size. Drop it, or --num-experts: they were not tried together yet."
-        )
 
 
 def _check_fsdp(args: argparse.Namespace, num_copies: int) -> None:

@@ -21,6 +21,8 @@ MODEL = (
 )
 LOSSES = "--swiglu --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --position-embedding-type rope"
 TWO = f"{LOSSES} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+HSDP = "optim_grads_params --num-distributed-optimizer-instances 2"
+HFSDP = f"{HSDP} --outer-dp-sharding-strategy optim"
 LAYOUTS = {
     "ep2": (2, f"{TWO} --global-batch-size 8"),
     "ep2_bias_per_token": (
@@ -30,6 +32,15 @@ LAYOUTS = {
     ),
     "ep2_edp2": (4, f"{TWO} --global-batch-size 16"),
     "ep1": (2, f"{LOSSES} --disable-bias-linear --moe-router-load-balancing-type global_aux_loss"),
+    "tp2_etp2_ep2": (
+        4,
+        f"{TWO} --tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear --global-batch-size 8",
+    ),
+    "pp2_ep2": (
+        4,
+        f"{TWO} --global-batch-size 8 --pipeline-model-parallel-size 2 --num-layers 4 "
+        "--num-layers-per-virtual-pipeline-stage 1",
+    ),
     "tp2_ep2": (
         2,
         f"{TWO} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel "
@@ -44,10 +55,17 @@ def run_of(layout: str, *flags: str) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("layout", "strategy"), [*((layout, "optim_grads_params") for layout in LAYOUTS), ("ep2", "optim")]
+    ("layout", "strategy"),
+    [
+        *((layout, "optim_grads_params") for layout in LAYOUTS),
+        ("ep2", "optim"),
+        ("ep2_edp2", HSDP),
+        ("ep2_edp2", HFSDP),
+    ],
 )
 def test_losses_and_norms_are_those_of_ddp(layout: str, strategy: str) -> None:
-    expected, found = run_of(layout), run_of(layout, V2, "--data-parallel-sharding-strategy", strategy)
+    expected = run_of(layout)
+    found = run_of(layout, V2, "--data-parallel-sharding-strategy", *strategy.split())
     names = {name for name in expected.records[0] if name.endswith("loss") or name in ("grad_norm", "num_zeros")}
     assert names >= {"lm_loss", "grad_norm", "num_zeros"}
     assert ("z_loss" in names) == ("z-loss" in LAYOUTS[layout][1])

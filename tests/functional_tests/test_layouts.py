@@ -134,10 +134,11 @@ def test_checkpoints_move_between_layouts(saved: Layout | None, loaded: Layout |
 DP4 = Layout("dp4", 4, ())
 EP = ("--num-experts", "4", "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall")
 EP1 = Layout("ep1", 2, EP)
-EP2 = Layout("ep2", 2, (*EP, "--expert-model-parallel-size", "2"))
+TP2_EP2 = Layout("tp2_etp2_ep2", 4, (*EP, "--expert-model-parallel-size", "2", *SP))
+PP2_EP2 = Layout("pp2_ep2", 4, (*EP, "--expert-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"))
 
 
-@pytest.mark.parametrize(("saved", "between"), [(DP4, TP2_DP2), (EP1, EP2)], ids=_named)
+@pytest.mark.parametrize(("saved", "between"), [(DP4, TP2_DP2), (EP1, PP2_EP2), (EP1, TP2_EP2)], ids=_named)
 def test_weights_and_moments_move_to_another_layout_and_back_bit_for_bit(
     saved: Layout, between: Layout, tmp_path: Path
 ) -> None:

@@ -921,8 +921,6 @@ def _refuse_strategies() -> None:
 def _refusals() -> None:
     start()
     tower = build_tower()
-    tower.config.pipeline_model_parallel_size, tower.config.num_moe_experts = 2, 4
-    _refuse(NotImplementedError, r"pipeline_model_parallel_size: expected 1 with num_moe_experts, got 2", tower)
     for name, value, cure in (
         ("defer_embedding_wgrad_compute", True, "no --defer-embedding-wgrad-compute"),
         ("fp8", "hybrid", "no --fp8-format"),

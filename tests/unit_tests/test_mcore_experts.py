@@ -294,15 +294,14 @@ def _refusals() -> None:
     for parameter in tower.net.parameters():
         parameter.allreduce = False  # type: ignore[attr-defined]
     options = ddp_config(num_distributed_optimizer_instances=2)
-    with pytest.raises(NotImplementedError, match=r"instances: expected 1 with expert parallelism, got 2; not supp"):
+    with pytest.raises(ValueError, match=r"instances: expected a divisor of the number of copies of each expert, 1, g"):
         wrap(tower, config=options)
     missing = mock.patch.object(mcore_fsdp_v2_experts, "find_group", lambda *unused: None)
     with missing, pytest.raises(ValueError, match=r"expected a process group expt_dp of the ranks .*, got none"):
         wrap(tower)
     for tp, etp, ep, message in (
-        (1, 2, 2, "expert_tensor_parallel_size: expected 1, got 2"),
-        (2, None, 2, "expert_tensor_parallel_size: expected 1, got None"),
-        (2, 2, 2, "expert_tensor_parallel_size: expected 1, got 2"),
+        (1, 2, 2, "expert_tensor_parallel_size: expected 1 or tensor_model_parallel_size 1, got 2"),
+        (2, None, 2, "add_bias_linear: expected False with expert_tensor_parallel_size 2, got True; all ranks that share"),
         (2, 1, 1, "expert_model_parallel_size: expected a multiple of tensor_model_parallel_size 2, .* got 1"),
     ):
         tower = build_tower()

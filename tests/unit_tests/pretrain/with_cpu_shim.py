@@ -29,7 +29,7 @@ def check_cuda_means_cpu() -> None:
 
     assert clip_grads.torch.zeros(2, device="cuda").device.type == "cpu"
     assert clip_grads.torch.float32 is torch.float32
-    with pytest.raises((AssertionError, RuntimeError), match="CUDA|cuda|NVIDIA"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|cuda|NVIDIA"):
         torch.zeros(2, device="cuda")
     assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
     assert torch.zeros(1).type(torch.int32).dtype == torch.int32

@@ -121,7 +121,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         tensor_parallel_size = config.tensor_model_parallel_size
         check_stages(pg_collection, config.pipeline_model_parallel_size)
         instances = ddp_config.num_distributed_optimizer_instances
-        of_experts = expert_options(options, instances, pg_collection, target.type) if experts else {}
+        of_experts = expert_options(options, instances, pg_collection, target.type, config) if experts else {}
         check_gather_group(ddp_config, config, of_experts["mesh"].size() if experts else 1)
         options["mesh"] = data_parallel_mesh(instances, pg_collection, target.type, tensor_parallel_size)
         _BaseDataParallel.__init__(self, config=config, module=module)

@@ -115,12 +115,6 @@ _UNSUPPORTED_MODEL_FLAGS = {
 def check_model_config(config: TransformerConfig) -> None:
     """Refuse a model layout or feature that FSDP v2 does not compose with yet."""
     check_expert_layout(config)
-    if config.num_moe_experts and config.pipeline_model_parallel_size > 1:
-        raise NotImplementedError(
-            "Megatron-FSDP v2 pipeline_model_parallel_size: expected 1 with num_moe_experts, got "
-            f"{config.pipeline_model_parallel_size}; they were not tried together yet. Set "
-            "--pipeline-model-parallel-size 1."
-        )
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
         if (getattr(config, name, None) or 1) > 1:
             raise NotImplementedError(

@@ -18,11 +18,8 @@ from typing import Any
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import find_group
-
-EXPERT_AXIS = "expt_dp"
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import EXPERT_AXIS, expert_mesh, find_group
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
@@ -31,31 +28,41 @@ def is_expert(parameter: nn.Parameter) -> bool:
 
 
 def check_expert_layout(config: TransformerConfig) -> None:
-    """Refuse experts in pieces, several in one tensor, or of which ranks of tensor parallelism have copies.
+    """Refuse experts cut otherwise than dense layers, several in one tensor, or with copies where layers are cut.
 
     Raises:
         NotImplementedError: there are such.
     """
     if getattr(config, "num_moe_experts", None) is None:
         return
-    size = getattr(config, "expert_tensor_parallel_size", None)
-    # None means that of tensor parallelism.
-    if (config.tensor_model_parallel_size if size is None else size) != 1:
+    size, dense_size = _num_pieces(config), config.tensor_model_parallel_size
+    if size not in (1, dense_size):
         raise NotImplementedError(
-            f"Megatron-FSDP v2 expert_tensor_parallel_size: expected 1, got {size}; experts in pieces are not "
-            "supported yet. Set --expert-tensor-parallel-size 1."
+            f"Megatron-FSDP v2 expert_tensor_parallel_size: expected 1 or tensor_model_parallel_size {dense_size}, got "
+            f"{size}. Set --expert-tensor-parallel-size to one of them."
+        )
+    if size > 1 and config.add_bias_linear:
+        raise NotImplementedError(
+            f"Megatron-FSDP v2 add_bias_linear: expected False with expert_tensor_parallel_size {size}, got True; all "
+            "ranks that share an expert would hold its biases. Add --disable-bias-linear."
         )
     if config.moe_grouped_gemm and config.expert_model_parallel_size > 1:
         raise NotImplementedError(
             "Megatron-FSDP v2 moe_grouped_gemm: expected False with expert parallelism, got True; checkpoints tell "
             "experts apart by tensors of their own. Drop --moe-grouped-gemm."
         )
-    if config.expert_model_parallel_size % config.tensor_model_parallel_size:
+    if size < dense_size and config.expert_model_parallel_size % dense_size:
         raise NotImplementedError(
             f"Megatron-FSDP v2 expert_model_parallel_size: expected a multiple of tensor_model_parallel_size "
-            f"{config.tensor_model_parallel_size}, so that its ranks hold different experts, got "
-            f"{config.expert_model_parallel_size}. Set --expert-model-parallel-size."
+            f"{dense_size}, so that its ranks hold different experts, got {config.expert_model_parallel_size}. Set "
+            "--expert-model-parallel-size, or --expert-tensor-parallel-size."
         )
+
+
+def _num_pieces(config: TransformerConfig) -> int:
+    """Return how many ranks share an expert; by default as many as share a dense layer."""
+    size = getattr(config, "expert_tensor_parallel_size", None)
+    return int(config.tensor_model_parallel_size if size is None else size)
 
 
 def expert_modules(module: nn.Module) -> list[nn.Module]:
@@ -91,7 +98,11 @@ def units_with_experts(runs: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[Se
 
 
 def expert_options(
-    options: dict[str, Any], num_instances: int, pg_collection: ProcessGroupCollection | None, device_type: str
+    options: dict[str, Any],
+    num_instances: int,
+    pg_collection: ProcessGroupCollection | None,
+    device_type: str,
+    config: TransformerConfig,
 ) -> dict[str, Any]:
     """Return what `fully_shard` of experts is told; see [Note: gradients of experts].
 
@@ -100,16 +111,11 @@ def expert_options(
         num_instances: optimizer instances.
         pg_collection: process groups; None means megatron-core's global ones.
         device_type: where shards lie.
+        config: of the model.
 
     Raises:
-        NotImplementedError: several optimizer instances.
-        ValueError: no process group of the ranks with copies.
+        ValueError: no process group of the ranks with copies, or groups of other numbers of instances or ranks.
     """
-    if num_instances > 1:
-        raise NotImplementedError(
-            f"num_distributed_optimizer_instances: expected 1 with expert parallelism, got {num_instances}; not "
-            "supported yet. Set --num-distributed-optimizer-instances 1."
-        )
     copies, whole = find_group(pg_collection, EXPERT_AXIS), find_group(pg_collection, "dp_cp")
     if copies is None:
         raise ValueError(
@@ -120,6 +126,6 @@ def expert_options(
     averages = options["gradient_reduction"] == "average"
     return {
         **options,
-        "mesh": DeviceMesh.from_group(copies, device_type, mesh_dim_names=(EXPERT_AXIS,)),
+        "mesh": expert_mesh(copies, num_instances, pg_collection, device_type, _num_pieces(config)),
         "grad_divisor": whole.size() / copies.size() if averages else 1,
     }

@@ -20,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core import parallel_state
 
 TENSOR_PARALLEL_AXIS = "tp"
+EXPERT_AXIS = "expt_dp"
 _GLOBAL: dict[str, Any] = {
-    "expt_dp": parallel_state.get_expert_data_parallel_group,
+    EXPERT_AXIS: parallel_state.get_expert_data_parallel_group,
+    "expt_tp": parallel_state.get_expert_tensor_parallel_group,
     "tp": parallel_state.get_tensor_model_parallel_group,
     "pp": parallel_state.get_pipeline_model_parallel_group,
     "embd": parallel_state.get_embedding_group,
@@ -36,6 +38,8 @@ def find_group(pg_collection: ProcessGroupCollection | None, name: str) -> Any:
         return group
     if name == "inter_dist_opt":
         return parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    if name == "intra_expt_dp":
+        return parallel_state.get_expert_data_parallel_group(False, partial_expert_data_parallel=True)
     if name == "intra_dist_opt":
         return parallel_state.get_intra_distributed_optimizer_instance_group()
     if name in _GLOBAL:
@@ -61,21 +65,68 @@ def data_parallel_mesh(
     ranks = torch.tensor(dist.get_process_group_ranks(whole))
     groups, names = [whole], ["dp_cp"]
     if num_instances > 1:
-        groups, names = _instances(num_instances, pg_collection, whole), ["dp_outer", "dp_inner"]
+        groups, names = _instances(num_instances, pg_collection, whole, "intra_dp_cp"), ["dp_outer", "dp_inner"]
         ranks = ranks.view(num_instances, -1)
-    if tensor_parallel_size > 1:
-        group = find_group(pg_collection, "tp")
-        size = 1 if group is None else group.size()
-        if size != tensor_parallel_size:
-            raise ValueError(
-                f"tensor_model_parallel_size: expected the size {size} of the process group tp, got "
-                f"{tensor_parallel_size} in the model's config. Call initialize_model_parallel with the same size."
-            )
-        beside = torch.tensor(dist.get_process_group_ranks(group)) - dist.get_rank()
-        ranks = ranks.unsqueeze(-1) + beside
+    ranks, group = _beside(ranks, "tp", tensor_parallel_size, pg_collection)
+    if group is not None:
         groups, names = [*groups, group], [*names, TENSOR_PARALLEL_AXIS]
+    return _mesh_of(groups, ranks, names, device_type)
+
+
+def expert_mesh(
+    copies: Any,
+    num_instances: int,
+    pg_collection: ProcessGroupCollection | None,
+    device_type: str,
+    tensor_parallel_size: int,
+) -> DeviceMesh:
+    """Return the mesh over which this rank's experts lie: along its ranks with copies, and those that share an expert.
+
+    Example: of eight ranks in which two share an expert and two share the experts of a layer, ranks 0 and 1 hold pieces
+    of an expert of which 4 and 5 hold a copy: `expt_dp` is [0, 4], `tp` is [0, 1].
+
+    Args:
+        copies: the process group along `expt_dp`.
+        num_instances: optimizer instances.
+        pg_collection: process groups; None means megatron-core's global ones.
+        device_type: where shards lie.
+        tensor_parallel_size: ranks that share an expert.
+
+    Raises:
+        ValueError: process groups of another number of instances or ranks; without communication.
+    """
+    ranks = torch.tensor(dist.get_process_group_ranks(copies))
+    groups, names = [copies], [EXPERT_AXIS]
+    if num_instances > 1:
+        groups = _instances(num_instances, pg_collection, copies, "intra_expt_dp")
+        names = [f"{EXPERT_AXIS}_outer", f"{EXPERT_AXIS}_inner"]
+        ranks = ranks.view(num_instances, -1)
+    ranks, group = _beside(ranks, "expt_tp", tensor_parallel_size, pg_collection)
+    if group is not None:
+        groups, names = [*groups, group], [*names, TENSOR_PARALLEL_AXIS]
+    return _mesh_of(groups, ranks, names, device_type)
+
+
+def _beside(
+    ranks: torch.Tensor, name: str, size: int, pg_collection: ProcessGroupCollection | None
+) -> tuple[torch.Tensor, Any]:
+    """Return a grid of ranks with those of tensor parallelism as its last axis, and their process group, if any."""
+    if size == 1:
+        return ranks, None
+    group = find_group(pg_collection, name)
+    found = 1 if group is None else group.size()
+    if found != size:
+        field = "expert_tensor_parallel_size" if name == "expt_tp" else "tensor_model_parallel_size"
+        raise ValueError(
+            f"{field}: expected the size {found} of the process group {name}, got {size} in the model's config. Call "
+            "initialize_model_parallel with the same size."
+        )
+    return ranks.unsqueeze(-1) + torch.tensor(dist.get_process_group_ranks(group)) - dist.get_rank(), group
+
+
+def _mesh_of(groups: list[Any], ranks: torch.Tensor, names: list[str], device_type: str) -> DeviceMesh:
     if len(groups) == 1:
-        return DeviceMesh.from_group(whole, device_type, mesh_dim_names=("dp_cp",))
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=tuple(names))
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(names))
 
 
@@ -107,23 +158,24 @@ def whole_model_group(pg_collection: ProcessGroupCollection | None, model_parall
     return whole if model_parallel_size == 1 else dist.group.WORLD
 
 
-def _instances(num_instances: int, pg_collection: ProcessGroupCollection | None, whole: Any) -> list[Any]:
+def _instances(num_instances: int, pg_collection: ProcessGroupCollection | None, whole: Any, inner: str) -> list[Any]:
     """Return the process groups (across instances, within this one), if they are those of so many instances."""
     ranks = dist.get_process_group_ranks(whole)
     if len(ranks) % num_instances:
+        what = "data-parallel size" if inner == "intra_dp_cp" else "number of copies of each expert,"
         raise ValueError(
-            f"num_distributed_optimizer_instances: expected a divisor of the data-parallel size {len(ranks)}, got "
+            f"num_distributed_optimizer_instances: expected a divisor of the {what} {len(ranks)}, got "
             f"{num_instances}. Change --num-distributed-optimizer-instances or the number of ranks."
         )
     rows = torch.tensor(ranks).view(num_instances, -1)
     place = whole.rank()
     expected = (rows[:, place % rows.shape[1]].tolist(), rows[place // rows.shape[1]].tolist())
-    groups = [find_group(pg_collection, name) for name in ("inter_dist_opt", "intra_dp_cp")]
+    groups = [find_group(pg_collection, name) for name in ("inter_dist_opt", inner)]
     found = tuple(None if group is None else dist.get_process_group_ranks(group) for group in groups)
     if found != expected:
         raise ValueError(
             f"num_distributed_optimizer_instances={num_instances}: expected process groups inter_dist_opt and "
-            f"intra_dp_cp of ranks {expected[0]} and {expected[1]}, got {found[0]} and {found[1]}. Call "
+            f"{inner} of ranks {expected[0]} and {expected[1]}, got {found[0]} and {found[1]}. Call "
             f"initialize_model_parallel(num_distributed_optimizer_instances={num_instances}), or pass such groups in "
             "pg_collection."
         )
