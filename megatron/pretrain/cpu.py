@@ -107,6 +107,7 @@ def _replace_cuda_functions() -> None:
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: None
 
 
 def _replace_rng_state() -> None:
@@ -203,3 +204,5 @@ def _replace_tensor_methods() -> None:
     tensor: Any = torch.Tensor
     tensor.type = type_name
     tensor.cuda = lambda self, *args, **kwargs: self
+    # Memory is given back when the work on it is done, as on one stream.
+    tensor.record_stream = lambda self, stream: None

@@ -26,6 +26,7 @@ EXPERT_FLAGS = (
     "--moe-token-dispatcher-type",
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",
+    "--overlap-moe-expert-parallel-comm",
 )
 
 _count = integer(1)
@@ -71,6 +72,11 @@ def add_moe_flags(parser: argparse.ArgumentParser) -> None:
         type=_count,
         help="ranks that share an expert: 1, or --tensor-model-parallel-size (the default)",
     )
+    add(
+        "--overlap-moe-expert-parallel-comm",
+        action="store_true",
+        help="send one microbatch's tokens to their experts while another one computes",
+    )
 
 
 def complete_experts(args: argparse.Namespace, world_size: int) -> None:
@@ -88,6 +94,8 @@ def complete_experts(args: argparse.Namespace, world_size: int) -> None:
     _check_tensor_parallelism(args)
     _check_division(args, world_size)
     _check_router(args)
+    if args.overlap_moe_expert_parallel_comm:
+        _check_overlap(args)
     if args.expert_model_parallel_size == 1 and not args.disable_bias_linear:
         # megatron-core adds them in place, to what autograd does not let be written.
         cure = "Add --disable-bias-linear"
@@ -142,6 +150,24 @@ def _check_tensor_parallelism(args: argparse.Namespace) -> None:
         _fail("Experts", f"a multiple of {flag} {size}", "--moe-ffn-hidden-size", args.moe_ffn_hidden_size, "Change it")
 
 
+def _check_overlap(args: argparse.Namespace) -> None:
+    """Check what megatron-core's schedule plans need: two microbatches at a time, whose layers run in parts."""
+    flag = "--overlap-moe-expert-parallel-comm"
+    if args.expert_model_parallel_size == 1:
+        _fail(flag, "2 or more", "--expert-model-parallel-size", 1, "Raise it, or drop the overlap")
+    if args.moe_token_dispatcher_type != "alltoall":
+        found = args.moe_token_dispatcher_type
+        _fail(flag, "alltoall", "--moe-token-dispatcher-type", found, "Change it, or drop the overlap")
+    if not (args.bf16 or getattr(args, "fp16", False)):
+        _fail(flag, "16-bit compute", "--bf16", "none", "Add it, or drop the overlap")
+    if args.recompute_granularity == "full":
+        _fail(flag, "no full recomputation", "--recompute-granularity", "full", "Drop one of them")
+    has_chunks = args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
+    if args.pipeline_model_parallel_size > 1 and not has_chunks:
+        cure = "Add it, or drop the overlap"
+        _fail(flag, "several chunks a rank with stages", "--num-virtual-stages-per-pipeline-rank", "none", cure)
+
+
 def _check_router(args: argparse.Namespace) -> None:
     topk = args.moe_router_topk
     if topk > args.num_experts:
@@ -191,4 +217,5 @@ def expert_config(args: argparse.Namespace) -> dict[str, object]:
         "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
         "expert_model_parallel_size": args.expert_model_parallel_size,
         "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
+        "overlap_moe_expert_parallel_comm": args.overlap_moe_expert_parallel_comm,
     }

@@ -227,9 +227,13 @@ def _run_schedule(
     return shared
 
 
-def _forward_step(args: argparse.Namespace, data: Iterator[Batch], model: MegatronModule) -> Any:
+def _forward_step(
+    args: argparse.Namespace, data: Iterator[Batch], model: MegatronModule, return_schedule_plan: bool = False
+) -> Any:
+    """Run one microbatch's forward, or return the plan by which a schedule runs it in parts, and the loss function."""
     batch = cut_sequences(next(data), parallel_state.get_context_parallel_group())
-    token_losses = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
+    run = model.build_schedule_plan if return_schedule_plan else model
+    token_losses = run(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
     return token_losses, partial(_sum_losses, args, batch["loss_mask"])
 
 

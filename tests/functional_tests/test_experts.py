@@ -74,6 +74,18 @@ def test_losses_and_norms_are_those_of_ddp(layout: str, strategy: str) -> None:
         assert len(found.series(name)) == NUM_ITERATIONS
 
 
+@pytest.mark.parametrize("layout", ["ep2", "pp2_ep2"])
+def test_an_overlapped_schedule_changes_no_digit(layout: str) -> None:
+    """While one microbatch's tokens travel, another one computes; with stages, in the interleaved schedule."""
+    num_ranks, words = LAYOUTS[layout]
+    flags = (V2, *MODEL.split(), *words.split(), "--bf16", "--disable-bias-linear", "--eval-iters", "1")
+    expected, found = (
+        launch_once((*flags, *more), num_ranks) for more in ((), ("--overlap-moe-expert-parallel-comm",))
+    )
+    for name in ("lm_loss", "grad_norm", "num_zeros", "load_balancing_loss", "validation_loss"):
+        assert found.series(name) == expected.series(name) != [], name
+
+
 def test_biases_of_experts_stay_their_own_under_tensor_parallelism() -> None:
     """megatron-core marks them as shared by ranks that hold different experts, so that its DDP is no reference here.
 

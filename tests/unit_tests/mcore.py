@@ -64,7 +64,8 @@ def cpu_shim() -> Iterator[None]:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     modules = [importlib.import_module(f"megatron.core.{name}") for name in cpu._MODULES_WITH_CUDA_LITERALS]
     router: Any = importlib.import_module("megatron.core.transformer.moe.router")
-    owners: list[Any] = [torch.cuda, random, *modules, router.TopKRouter, torch.Tensor]
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    owners: list[Any] = [torch.cuda, torch.cuda.nvtx, random, mappings, *modules, router.TopKRouter, torch.Tensor]
     before = [dict(vars(owner)) for owner in owners]
     cpu.install()
     torch.Tensor.type.__name__ = "type"  # sharded tensors know operations by name

@@ -929,7 +929,6 @@ def _refusals() -> None:
         ("external_cuda_graph", True, "no --external-cuda-graph"),
         ("cuda_graph_impl", "local", "--cuda-graph-impl none"),
         ("delay_wgrad_compute", True, "no --delay-wgrad-compute"),
-        ("overlap_moe_expert_parallel_comm", True, "no --overlap-moe-expert-parallel-comm"),
         ("init_model_with_meta_device", True, "no --init-model-with-meta-device"),
         ("has_cond_embedder", True, "a model without a conditional embedder"),
         ("flextron", True, "a model without it"),

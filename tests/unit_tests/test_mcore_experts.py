@@ -301,7 +301,12 @@ def _refusals() -> None:
         wrap(tower)
     for tp, etp, ep, message in (
         (1, 2, 2, "expert_tensor_parallel_size: expected 1 or tensor_model_parallel_size 1, got 2"),
-        (2, None, 2, "add_bias_linear: expected False with expert_tensor_parallel_size 2, got True; all ranks that share"),
+        (
+            2,
+            None,
+            2,
+            "add_bias_linear: expected False with expert_tensor_parallel_size 2, got True; all ranks that share",
+        ),
         (2, 1, 1, "expert_model_parallel_size: expected a multiple of tensor_model_parallel_size 2, .* got 1"),
     ):
         tower = build_tower()

@@ -104,6 +104,7 @@ def test_values_that_do_not_fit_together_are_refused(line: str, message: str) ->
 
 
 EXPERTS = "--num-experts 4 --disable-bias-linear"
+OVERLAP = f"{EXPERTS} --overlap-moe-expert-parallel-comm"
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,20 @@ EXPERTS = "--num-experts 4 --disable-bias-linear"
             f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --moe-ffn-hidden-size 9",
             r"a multiple of --expert-tensor-parallel-size 2, got 9 for --moe-ffn-hidden-size",
         ),
+        (f"{OVERLAP} --bf16", "2 or more, got 1 for --expert-model-parallel-size. Raise it, or drop the overlap"),
+        (
+            f"{OVERLAP} --bf16 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+            "alltoall, got allgather for --moe-token-dispatcher-type",
+        ),
+        (
+            f"{OVERLAP} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+            "16-bit compute, got none for --bf16",
+        ),
+        (
+            f"{OVERLAP} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16 "
+            "--recompute-granularity full --recompute-method uniform",
+            "no full recomputation, got full for --recompute-granularity",
+        ),
         (
             f"{EXPERTS} --expert-model-parallel-size 2 --use-megatron-fsdp-v2 --num-distributed-optimizer-instances 2",
             "a divisor of the 1 copies of each expert, got 2 for --num-distributed-optimizer-instances",
@@ -169,6 +184,16 @@ EXPERTS = "--num-experts 4 --disable-bias-linear"
 def test_experts_that_do_not_fit_are_refused(line: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"expected {message}"):
         checked(line, world_size=2)
+
+
+def test_overlapped_experts_over_stages_need_chunks() -> None:
+    line = f"{OVERLAP} --bf16 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --num-layers 4"
+    stages = "--pipeline-model-parallel-size 2"
+    with pytest.raises(
+        ValueError, match="several chunks a rank with stages, got none for --num-virtual-stages-per-pip"
+    ):
+        checked(f"{line} {stages}", world_size=4)
+    assert checked(f"{line} {stages} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 32", world_size=4)
 
 
 def test_experts_are_as_wide_as_the_mlp_unless_told_otherwise() -> None:
@@ -243,6 +268,7 @@ IDLE = [
     "--moe-token-dispatcher-type alltoall",
     "--expert-model-parallel-size 2",
     "--expert-tensor-parallel-size 2",
+    "--overlap-moe-expert-parallel-comm",
     "--sequence-parallel",
     "--rotary-base 500",
     "--rotary-percent 0.5",

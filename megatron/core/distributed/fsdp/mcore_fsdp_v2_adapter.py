@@ -40,6 +40,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     check_fused_gradients,
     check_gather_group,
     check_model_config,
+    check_overlap,
     check_pipeline,
     mixed_precision_policy,
     schedule_policy,
@@ -52,6 +53,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import (
     find_group,
     whole_model_group,
 )
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_overlap import OverlapDriver
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import (
     check_equal_shards,
     find_shared_weights,
@@ -102,6 +104,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         check_model_config(config)
         check_pipeline(config)
         check_ddp_config(ddp_config)
+        check_overlap(config, ddp_config)
         if disable_bucketing and fsdp_unit_modules:
             raise ValueError(
                 "FullyShardedDataParallel disable_bucketing: expected False with fsdp_unit_modules, got True. "
@@ -146,10 +149,14 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         runs = list(units_with_experts([*reversed(joined), [module]]))
         check_shardable([unit for run, _ in runs for unit in run], options["mixed_precision_policy"])
         set_apart(find_shared_weights(module, pg_collection))
+        is_planned = getattr(config, "overlap_moe_expert_parallel_comm", False)
         with fully_shard_context(self.device, **options_of_all) as context:
             for run, has_experts in runs:
-                fully_shard(list(run), **(of_experts if has_experts else options))
+                unit = run[0] if len(run) == 1 else list(run)
+                fully_shard(unit, **(of_experts if has_experts else options), register_hooks=not is_planned)
         self.fsdp_context: FsdpContext = context
+        if is_planned:
+            OverlapDriver(context, module)
         self.shared_weights = find_shared_weights(module, pg_collection)
         check_equal_shards(self.shared_weights, pg_collection)
         for parameter in self.module.parameters():

@@ -107,7 +107,6 @@ _UNSUPPORTED_MODEL_FLAGS = {
     "external_cuda_graph": "no --external-cuda-graph",
     "cuda_graph_impl": "--cuda-graph-impl none",
     "delay_wgrad_compute": "no --delay-wgrad-compute",
-    "overlap_moe_expert_parallel_comm": "no --overlap-moe-expert-parallel-comm",
     "init_model_with_meta_device": "no --init-model-with-meta-device",
 }
 
@@ -158,6 +157,30 @@ def check_pipeline(config: TransformerConfig) -> None:
             f"stages, and never both True, got {overlaps} with batch_p2p_comm={batches}; stages would exchange wrong "
             "tensors. Set overlap_p2p_comm=True and batch_p2p_comm=False."
         )
+
+
+def check_overlap(config: TransformerConfig, ddp_config: _StockConfig) -> None:
+    """Refuse what schedule plans, which run the parts of a layer one by one, do not go with.
+
+    Raises:
+        NotImplementedError: it is set.
+    """
+    if not getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return
+    for name, value, cure in (
+        ("mtp_num_layers", getattr(config, "mtp_num_layers", None), "Leave --mtp-num-layers out"),
+        ("megatron_fsdp_trace_pool", getattr(ddp_config, "megatron_fsdp_trace_pool", False), "Drop --fsdp-trace-pool"),
+        (
+            "megatron_fsdp_min_unit_numel",
+            getattr(ddp_config, "megatron_fsdp_min_unit_numel", 0),
+            "Drop --megatron-fsdp-min-unit-numel",
+        ),
+    ):
+        if value:
+            raise NotImplementedError(
+                f"Megatron-FSDP v2 {name}: expected it off with overlap_moe_expert_parallel_comm, got {value!r}. "
+                f"{cure}, or --overlap-moe-expert-parallel-comm."
+            )
 
 
 def check_gather_group(ddp_config: _StockConfig, config: TransformerConfig, num_expert_copies: int) -> None:

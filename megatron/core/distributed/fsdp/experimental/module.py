@@ -74,6 +74,7 @@ class FsdpModule(UnitControls, SealedModule):
         self._fsdp_open_call: ForwardCall | None = None
         self._fsdp_active_calls: list[ForwardCall] = []
         self._fsdp_callbacks: list[Callable[[FsdpModule], None]] = []
+        self._fsdp_counts: list[Any] = []
         self._fsdp_countdown = Countdown(0 if register_hooks else sum(sum(g.trainable) for g in parameter_groups))
         for group in parameter_groups:
             group.on_requires_grad = weakref.WeakMethod(self._fsdp_before_freezing)
@@ -302,7 +303,15 @@ class FsdpModule(UnitControls, SealedModule):
             for parameter in group.unsharded_parameters:
                 if parameter.requires_grad:
                     hooked: Any = parameter
-                    hooked.register_post_accumulate_grad_hook(gradient_ready)
+                    self._fsdp_counts.append(hooked.register_post_accumulate_grad_hook(gradient_ready))
+
+    def leave_to_scheduler(self) -> None:
+        """Leave it to a scheduler to say when a backward is complete, which it runs in parts; for register_hooks=False.
+
+        It then calls `unshard`, `reshard` and the context's `reduce` and `finish_gradients`, and no point of a step.
+        """
+        while self._fsdp_counts:
+            self._fsdp_counts.pop().remove()
 
     def _fsdp_gradient_done(self) -> None:
         self._fsdp_context.register_post_backward_hook()
