@@ -48,6 +48,7 @@ class Run:
         is_compiled: bool = False,
         width: int = WIDTH,
         num_layers: int = 4,
+        capturable: bool = False,
     ) -> None:
         world_size = dist.get_world_size()
         mesh = init_device_mesh(DEVICE, (world_size,) if outer is None else (world_size, 1))
@@ -68,7 +69,9 @@ class Run:
             for block in self.model[:-1]:
                 fully_shard(block, mesh, **options, cuda_graph=cuda_graph)
             fully_shard(self.model, mesh, **options)
-        self.optimizer: Any = fully_shard_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True))
+        self.optimizer: Any = fully_shard_optimizer(
+            torch.optim.AdamW(self.model.parameters(), lr=2**-7, fused=True, capturable=capturable)
+        )
         self.num_microbatches = num_microbatches
         torch.manual_seed(1 + dist.get_rank())
 
@@ -94,7 +97,8 @@ class Run:
         return [*weights, *moments]
 
 
-def _batch(seed: int, rows: int = 16, width: int = WIDTH) -> torch.Tensor:
+def batch(seed: int, rows: int = 16, width: int = WIDTH) -> torch.Tensor:
+    """Return this rank's inputs of one step."""
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
     return torch.randn(rows, width, generator=generator).to(DEVICE, torch.bfloat16)
 
@@ -103,11 +107,11 @@ def _train(run: Run, steps: int = 12) -> list[torch.Tensor]:
     """Train with what may change between replays: data, shapes, an evaluation."""
     seen = []
     for index in range(steps):
-        seen += run.step(_batch(index, 8 if index in (7, 8) else 16))
+        seen += run.step(batch(index, 8 if index in (7, 8) else 16))
         if index in (3, 9):
             run.model.eval()
             with torch.no_grad():
-                seen.append(run.model(_batch(50)).float().sum())
+                seen.append(run.model(batch(50)).float().sum())
             run.model.train()
     return [*seen, *run.state()]
 
@@ -134,7 +138,7 @@ def costs_little(rows: int, width: int, num_layers: int) -> str:
         _forget_memory()
         with graphs_on_the_host() if IS_DRY else nullcontext():
             run = Run(cuda_graph=cuda_graph, width=width, num_layers=num_layers)
-            inputs = _batch(1, rows, width)
+            inputs = batch(1, rows, width)
             for _ in range(10):
                 loss, _ = run.step(inputs)
             before = _memory()

@@ -126,7 +126,9 @@ def _refusals() -> None:
             wrap(tower, **options)
     tower = build_tower()
     tower.config.overlap_moe_expert_parallel_comm, tower.config.mtp_num_layers = True, 1
-    with pytest.raises(NotImplementedError, match="mtp_num_layers: expected it off .* got 1. Leave --mtp-num-layers o"):
+    with pytest.raises(
+        NotImplementedError, match=r"mtp_num_layers: expected it off .* got 1. Leave --mtp-num-layers o"
+    ):
         wrap(tower)
     tower = build_tower()
     tower.config.overlap_moe_expert_parallel_comm = True
