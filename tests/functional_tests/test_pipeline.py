@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from .golden import read_flags
 from .launch_script import Run, launch_forked, launch_once, launch_ranks_apart
+from .tensors import load_tensors
 
 # That of fp32 sums in another order: 1.5e-7 at most over these iterations.
 TOLERANCE = 1e-6
@@ -98,20 +96,9 @@ def test_a_run_of_one_rank_goes_on_in_stages_and_back(saved: tuple[Run, Path], t
     assert_same(one, _resume(tmp_path, 3, 2, *PIPELINE, *CHUNKS), 1)
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    found = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and not key.startswith("rng_state.")
-    }
-    load(dict(found), storage_reader=FileSystemReader(folder), no_dist=True)
-    return found
-
-
 def test_moments_move_between_numbers_of_stages_bit_for_bit(saved: tuple[Run, Path], tmp_path: Path) -> None:
     at = "iter_0000002"
-    expected = _tensors(saved[1] / at)
+    expected = load_tensors(saved[1] / at)
     assert any(key.endswith("layers.3.mlp.linear_fc2.weight.exp_avg_sq") for key in expected)
     source = saved[1]
     for name, num_ranks, flags in (("two", 2, (*PIPELINE, *CHUNKS)), ("one", 1, ())):
@@ -119,7 +106,7 @@ def test_moments_move_between_numbers_of_stages_bit_for_bit(saved: tuple[Run, Pa
         words = (*V2, *FLAGS, *flags, "--load", str(source), "--ckpt-step", "2", "--save", str(target))
         run = launch_forked(words, num_ranks, script="tests/functional_tests/load_and_save.py")
         assert run.returncode == 0, run.stderr[-4000:]
-        found = _tensors(target / at)
+        found = load_tensors(target / at)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected), name
         source = target
