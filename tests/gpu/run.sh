@@ -2,7 +2,7 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
 #
-# All checks that need GPUs, within 13 minutes on two of them; run it from an environment in which the project, pytest
+# All checks that need GPUs, within 17 minutes on two of them; run it from an environment in which the project, pytest
 # and hypothesis are installed:
 #
 #     tests/gpu/run.sh [folder for logs and plots]
@@ -18,6 +18,7 @@
 #     unit_graphs units with graphs of their own, bit for bit            python -m tests.gpu.checks --ranks 2 unit_graphs
 #     same_losses a training run in bf16 with and without a graph        python -m tests.gpu.same_losses --ranks 2
 #     resume      a save in the background and a resume               python -m tests.gpu.resume --ranks 2
+#     stock_loop  megatron-core 0.19's own loop, beside DDP   python -m tests.gpu.stock_loop --ranks 2
 #     pretrain    a training run in bf16, with its loss curve
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -52,6 +53,9 @@ part unit_graphs 120 "$python" -m tests.gpu.checks --ranks "$ranks" unit_graphs
 if [ "$FSDP_TEST_DEVICE" = cuda ]; then
     part same_losses 110 "$python" -m tests.gpu.same_losses --ranks "$ranks"
     part resume 110 "$python" -m tests.gpu.resume --ranks "$ranks"
+    if "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("megatron.training"))'; then
+        part stock_loop 240 "$python" -m tests.gpu.stock_loop --ranks "$ranks"
+    fi
     part pretrain 70 env NPROC="$ranks" PYTHON="$python" examples/megatron_fsdp/pretrain_bytes.sh --use-megatron-fsdp-v2 \
         --bf16 --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 \
         --train-iters 50 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 5 --log-interval 5 --eval-interval 50 --eval-iters 5 \
