@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def install() -> None:
         return
     _replace_cuda_functions()
     _replace_rng_state()
-    _replace_device_literals()
+    read_cuda_as_cpu(f"megatron.core.{name}" for name in _MODULES_WITH_CUDA_LITERALS)
     _replace_in_experts()
     _replace_uneven_gather()
     _replace_tensor_methods()
@@ -130,13 +130,17 @@ class _TorchOnCpu(types.ModuleType):
         return getattr(torch, name)
 
 
-def _replace_device_literals() -> None:
-    """Give the modules that write ``device="cuda"`` a torch whose factories read it as the CPU."""
+def read_cuda_as_cpu(modules: Iterable[str]) -> None:
+    """Give modules that write ``device="cuda"`` a torch whose factories read it as the CPU.
+
+    Args:
+        modules: Their dotted names.
+    """
     proxy = _TorchOnCpu("torch")
     for name in _FACTORIES:
         setattr(proxy, name, _on_cpu(getattr(torch, name)))
-    for name in _MODULES_WITH_CUDA_LITERALS:
-        module: Any = importlib.import_module(f"megatron.core.{name}")
+    for name in modules:
+        module: Any = importlib.import_module(name)
         module.torch = proxy
 
 

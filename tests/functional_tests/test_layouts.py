@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from .checkpoint_tensors import checkpoint_tensors
 from .launch_script import Run, launch_forked, launch_once
+from .tensors import load_tensors
 
 TOLERANCE = 1e-6
 """As in test_parity.py: sums in float32 in another order."""
@@ -146,14 +146,14 @@ def test_weights_and_moments_move_to_another_layout_and_back_bit_for_bit(
     first = launch_once((V2, *model, *saved.flags, "--save", str(tmp_path), "--save-interval", "2"), saved.ranks)
     assert first.returncode == 0
     source, at = tmp_path, "iter_0000002"
-    expected = checkpoint_tensors(source / at)
+    expected = load_tensors(source / at)
     assert any(key.endswith("exp_avg_sq") and bool(value.any()) for key, value in expected.items())
     for layout in (between, saved):
         target = tmp_path / f"by_{layout.name}"
         words = (*model, *layout.flags, "--load", str(source), "--ckpt-step", "2", "--save", str(target))
         run = launch_forked((V2, *words), layout.ranks, script="tests/functional_tests/load_and_save.py")
         assert run.returncode == 0, run.stderr[-4000:]
-        found = checkpoint_tensors(target / at)
+        found = load_tensors(target / at)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected), layout.name
         source = target

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from .checkpoint_tensors import checkpoint_tensors
 from .golden import read_flags
 from .launch_script import Run, launch_forked, launch_once, launch_ranks_apart
+from .tensors import load_tensors
 
 # That of fp32 sums in another order: 1.5e-7 at most over these iterations.
 TOLERANCE = 1e-6
@@ -98,7 +98,7 @@ def test_a_run_of_one_rank_goes_on_in_stages_and_back(saved: tuple[Run, Path], t
 
 def test_moments_move_between_numbers_of_stages_bit_for_bit(saved: tuple[Run, Path], tmp_path: Path) -> None:
     at = "iter_0000002"
-    expected = checkpoint_tensors(saved[1] / at)
+    expected = load_tensors(saved[1] / at)
     assert any(key.endswith("layers.3.mlp.linear_fc2.weight.exp_avg_sq") for key in expected)
     source = saved[1]
     for name, num_ranks, flags in (("two", 2, (*PIPELINE, *CHUNKS)), ("one", 1, ())):
@@ -106,7 +106,7 @@ def test_moments_move_between_numbers_of_stages_bit_for_bit(saved: tuple[Run, Pa
         words = (*V2, *FLAGS, *flags, "--load", str(source), "--ckpt-step", "2", "--save", str(target))
         run = launch_forked(words, num_ranks, script="tests/functional_tests/load_and_save.py")
         assert run.returncode == 0, run.stderr[-4000:]
-        found = checkpoint_tensors(target / at)
+        found = load_tensors(target / at)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected), name
         source = target

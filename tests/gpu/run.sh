@@ -2,7 +2,7 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
 #
-# All checks that need GPUs, within 13 minutes on two of them; run it from an environment in which the project, pytest
+# All checks that need GPUs, within 17 minutes on two of them; run it from an environment in which the project, pytest
 # and hypothesis are installed:
 #
 #     tests/gpu/run.sh [folder for logs and plots]
@@ -19,6 +19,7 @@
 #     sanitized   no access outside of memory (compute-sanitizer)         see tests/gpu/sanitized.py
 #     same_losses a training run in bf16 with and without a graph        python -m tests.gpu.same_losses --ranks 2
 #     resume      a save in the background and a resume               python -m tests.gpu.resume --ranks 2
+#     stock_loop  megatron-core 0.19's own loop, beside DDP   python -m tests.gpu.stock_loop --ranks 2
 #     pretrain    a training run in bf16, with its loss curve
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -59,6 +60,9 @@ fi
 if [ "$FSDP_TEST_DEVICE" = cuda ]; then
     part same_losses 110 "$python" -m tests.gpu.same_losses --ranks "$ranks"
     part resume 110 "$python" -m tests.gpu.resume --ranks "$ranks"
+    if "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("megatron.training"))'; then
+        part stock_loop 240 "$python" -m tests.gpu.stock_loop --ranks "$ranks"
+    fi
     part pretrain 70 env NPROC="$ranks" PYTHON="$python" examples/megatron_fsdp/pretrain_bytes.sh --use-megatron-fsdp-v2 \
         --bf16 --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 \
         --train-iters 50 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 5 --log-interval 5 --eval-interval 50 --eval-iters 5 \

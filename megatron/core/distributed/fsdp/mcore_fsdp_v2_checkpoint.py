@@ -140,11 +140,18 @@ def model_keys(chunk: MegatronModule) -> dict[str, torch.Tensor]:
 
 def optimizer_keys(optimizer: Any, chunk: MegatronModule) -> dict[str, StateByName]:
     """Return state and settings of a FullyShardedOptimizer by a checkpoint's keys, without ``optimizer.``."""
-    found = optimizer.sharded_state_dict({})
+    return optimizer_entries(optimizer.sharded_state_dict({}), chunk.config)
+
+
+def optimizer_entries(found: Mapping[str, Any], config: Any) -> dict[str, StateByName]:
+    """Return what `FullyShardedOptimizer.sharded_state_dict` has returned by a checkpoint's keys.
+
+    Tensors share memory with it, and the settings of a parameter are the same dictionary.
+    """
     states = {canonical_name(name): values for name, values in found["state"].items()}
     tensors = {
         name: {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
-        for name, values in split_gated_states(states, chunk.config).items()
+        for name, values in split_gated_states(states, config).items()
     }
     return {
         "state": {OPTIMIZER_WRAPPERS + name: values for name, values in tensors.items() if values},

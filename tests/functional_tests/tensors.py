@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds, to compare those of several layouts bit for bit."""
+"""Reads checkpoints with torch alone, so that two of them can be compared."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 
-def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Read weights and moments of one iteration, whole, with torch's reader."""
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return weights and state of the optimizer, whole, by key."""
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     found = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
