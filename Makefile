@@ -22,6 +22,11 @@ NEWEST_CORE ?= megatron-core==0.19.2
 NEWEST_KEY := $(shell (cat pyproject.toml; echo "$(TORCH) $(NEWEST_CORE)") | sha256sum | cut -c 1-12)
 NEWEST_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megatron-fsdp-v2/$(NEWEST_KEY)
 NEWEST_INSTALLED := $(NEWEST_VENV)/.installed
+NEWEST_TESTS := $(filter-out %/test_benchmark.py %/test_benchmark_optimizer.py %/test_benchmark_step.py \
+	%/test_preprocess.py,$(wildcard tests/functional_tests/test_*.py)) \
+	$(wildcard tests/unit_tests/test_mcore_*.py) tests/unit_tests/test_megatron_training.py \
+	$(wildcard tests/unit_tests/test_*optimizer*.py) tests/unit_tests/test_fused_gradients.py \
+	tests/unit_tests/pretrain tests/unit_tests/checkpoint/test_torch_dist.py
 
 export OMP_NUM_THREADS ?= 1
 
