@@ -223,7 +223,8 @@ class TrainingLog:
         self.print(f" [{stamp}]{line}")
         if self._json is not None:
             record = asdict(logged) | ({} if args.log_num_zeros_in_grad else {"num_zeros": None})
-            self._json.write(json.dumps(record | {name.replace(" ", "_"): value for name, value in record.pop("added_losses").items()}) + "\n")
+            added = {name.replace(" ", "_"): value for name, value in record.pop("added_losses").items()}
+            self._json.write(json.dumps(record | added) + "\n")
         self._reset()
         self.restart_clock()
 

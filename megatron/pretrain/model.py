@@ -163,9 +163,7 @@ def _build_layer_spec(
     return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage), SequenceParallelNorm)
 
 
-def _build_prediction_spec(
-    args: argparse.Namespace, config: TransformerConfig, layers: ModuleSpec | TransformerBlockSubmodules, *, uses_te: bool
-) -> Any:
+def _build_prediction_spec(args: argparse.Namespace, config: TransformerConfig, layers: Any, *, uses_te: bool) -> Any:
     """Return what builds the layers that predict further tokens, like the model's own; None without them."""
     if args.mtp_num_layers is None:
         return None

@@ -85,9 +85,16 @@ def complete_recompute(args: argparse.Namespace) -> None:
     Raises:
         ValueError: Layers, modules or ranks that the run does not have, or a mode that saves nothing.
     """
+    if args.recompute_granularity is None:
+        return
+    if args.cuda_graph_impl != "none" and args.hidden_dropout + args.attention_dropout > 0:
+        # In a graph megatron-core keeps the generators themselves, which have gone on by the time of the backward.
+        found = f"--cuda-graph-impl {args.cuda_graph_impl} with dropout"
+        cure = "Write --hidden-dropout 0 --attention-dropout 0, or drop one of the two"
+        _fail("no dropout in a graph, where it would be drawn anew", found, "--recompute-granularity", cure)
     if args.recompute_granularity == "full":
         _complete_full(args)
-    elif args.recompute_granularity == "selective":
+    else:
         _complete_selective(args)
 
 

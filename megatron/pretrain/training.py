@@ -30,8 +30,8 @@ from megatron.core.utils import get_model_config
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
-from megatron.pretrain.checkpointing import Checkpoints
 from megatron.pretrain.added_losses import take_added_losses
+from megatron.pretrain.checkpointing import Checkpoints
 from megatron.pretrain.context_parallel import cut_sequences
 from megatron.pretrain.data import Batch, DataIterators
 from megatron.pretrain.full_iteration import FullIteration, IterationResult, require_gpu
