@@ -51,15 +51,15 @@ def check_prediction(args: argparse.Namespace) -> None:
     if args.position_embedding_type == "learned_absolute":
         # As Megatron-LM: the first position would stand for what lies beyond the sequence, too.
         cure = "Change the positions, or drop the layers"
-        _fail("--position-embedding-type rope or none", "learned_absolute", f"{flag} {count}", cure)
+        _fail("--position-embedding-type rope or none", "learned_absolute", flag, cure)
     if count >= args.seq_length // args.context_parallel_size:
         # Every depth loses a token; without any its loss is no number.
         _fail("fewer layers than a rank has tokens of a sequence", str(count), flag, "Lower it")
     if args.cuda_graph_impl != "none":
-        _fail("--cuda-graph-impl none", args.cuda_graph_impl, f"{flag} {count}", "Drop one of them")
+        _fail("--cuda-graph-impl none", args.cuda_graph_impl, flag, "Drop one of them")
     if args.recompute_granularity == "full" and args.recompute_method == "uniform" and args.recompute_num_layers > 1:
         found = str(args.recompute_num_layers)
-        _fail("--recompute-num-layers 1 with --recompute-method uniform", found, f"{flag} {count}", "Change one")
+        _fail("--recompute-num-layers 1 with --recompute-method uniform", found, flag, "Change one")
 
 
 def _fail(expected: str, found: str, flag: str, cure: str) -> None:
