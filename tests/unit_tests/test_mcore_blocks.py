@@ -268,6 +268,29 @@ def test_layers_of_hybrid_stacks_are_units(strategy: str) -> None:
     run_ranks(2, _hybrid, strategy)
 
 
+# --- further predictions ----------------------------------------------------------------------------------------------
+
+
+def _further_predictions() -> None:
+    start()
+    with cpu_shim():
+        chunk = wrap(build_gpt(tied=True, mtp_num_layers=2))
+        modules = dict(chunk.module.named_modules())
+        owned = {unit.name: {name for g in unit.parameter_groups for name in g.fqns} for unit in chunk.fsdp_units()}
+        outer = [name for name in owned if name.startswith("mtp.layers.") and name.count(".") == 2]
+        inner = [name for name in owned if name.startswith("mtp.layers.") and name.count(".") == 3]
+        assert outer == ["mtp.layers.0", "mtp.layers.1"] and len(inner) == 2
+        assert all(isinstance(modules[name], TransformerLayer) for name in inner)
+        assert all({"eh_proj.weight", "enorm.weight", "final_layernorm.bias"} <= owned[name] for name in outer)
+        assert all("mlp.linear_fc1.weight" in owned[name] for name in inner)
+        # Embedding and output layer, which they use, too, are the root's.
+        assert "embedding.word_embeddings.weight" in owned[type(chunk.module).__name__]
+
+
+def test_layers_of_further_predictions_are_units() -> None:
+    run_ranks(2, _further_predictions)
+
+
 def test_layers_that_cannot_be_imported_are_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MambaLayer in mcore_fsdp_v2_units.default_classes()
     # As on an installation that lacks what the module imports.
