@@ -21,15 +21,15 @@ MODEL = (
 )
 FULL = "--recompute-granularity full --recompute-method"
 MODES = {
-    "uniform": (f"{FULL} uniform", 0.4),
-    "uniform by two": (f"{FULL} uniform --recompute-num-layers 2", 0.7),
-    "block": (f"{FULL} block --recompute-num-layers 2", 0.7),
-    "attention": ("--recompute-activations", 0.75),
-    "mlp": ("--recompute-granularity selective --recompute-modules mlp", 0.9),
-    "attention and mlp": ("--recompute-activations --recompute-modules core_attn mlp", 0.6),
-    "moe": ("--recompute-activations --recompute-modules moe", 0.7),
+    "uniform": (f"{FULL} uniform", 0.2, 0.4),
+    "uniform by two": (f"{FULL} uniform --recompute-num-layers 2", 0.45, 0.52),
+    "block": (f"{FULL} block --recompute-num-layers 2", 0.52, 0.57),
+    "attention": ("--recompute-activations", 0.57, 0.64),
+    "mlp": ("--recompute-granularity selective --recompute-modules mlp", 0.74, 0.8),
+    "attention and mlp": ("--recompute-activations --recompute-modules core_attn mlp", 0.35, 0.4),
+    "moe": ("--recompute-activations --recompute-modules moe", 0.54, 0.64),
 }
-"""Flags, and the largest share of the bytes that may be left."""
+"""Flags, and the bounds of the share of the bytes that is left: close enough to tell them apart."""
 EXPERTS = (
     f"{V2} --num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
     "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
@@ -75,7 +75,7 @@ def bytes_held(run: Run) -> list[int]:
 
 @pytest.mark.parametrize(("layout", "mode"), RUNS)
 def test_numbers_are_the_same_and_less_is_held(layout: str, mode: str) -> None:
-    flags, share = MODES[mode]
+    flags, least, most = MODES[mode]
     expected, found = run_of(layout), run_of(layout, flags)
     names = [name for name in expected.records[0] if "loss" in name or name == "grad_norm"]
     assert len(names) >= 3
@@ -84,7 +84,7 @@ def test_numbers_are_the_same_and_less_is_held(layout: str, mode: str) -> None:
         assert len(found.series(name)) == 2
     before, after = bytes_held(expected), bytes_held(found)
     assert len(before) == len(after) == LAYOUTS[layout][0]
-    assert all(now < share * then for now, then in zip(after, before, strict=True)), (before, after)
+    assert all(least < now / then < most for now, then in zip(after, before, strict=True)), (before, after)
 
 
 def test_ranks_of_tensor_parallelism_share_what_is_kept() -> None:
