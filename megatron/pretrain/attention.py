@@ -112,7 +112,10 @@ class SdpaCoreAttention(MegatronModule):
                 scale=self.softmax_scale,
                 enable_gqa=k.size(1) != q.size(1),
             )
-        # Tensor-parallel ranks hold different heads, so they must draw different masks.
-        with get_cuda_rng_tracker().fork() if dropout > 0.0 else nullcontext():
+        # Tensor-parallel ranks hold different heads, so they must draw different masks. With sequence parallelism
+        # megatron-core has forked around all layers; where a layer is recomputed that fork is over, and a second one
+        # here would begin with another state than in forward.
+        forks = dropout > 0.0 and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if forks else nullcontext():
             context = attend()
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)

@@ -11,6 +11,8 @@ import argparse
 from megatron.pretrain.checkpoint_flags import add_checkpoint_flags
 from megatron.pretrain.moe_flags import add_moe_flags
 from megatron.pretrain.parallelism_flags import add_parallelism
+from megatron.pretrain.prediction_flags import add_prediction_flags
+from megatron.pretrain.recompute_flags import add_recompute_flags
 from megatron.pretrain.tokenizer import TOKENIZER_TYPES
 from megatron.pretrain.values import decay, integer, number, one_of
 
@@ -20,8 +22,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     groups = (
         _add_model,
         add_moe_flags,
+        add_prediction_flags,
         _add_data,
         _add_training,
+        add_recompute_flags,
         _add_optimizer,
         _add_precision,
         add_parallelism,
@@ -217,21 +221,6 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=3,
         help="iterations before the capture",
-    )
-    add(
-        "--recompute-granularity",
-        type=one_of("full", "selective"),
-        help="recompute whole layers, or the attention core, in backward",
-    )
-    add(
-        "--recompute-method",
-        type=one_of("uniform", "block"),
-        help="with full: chunks of layers, or the first layers",
-    )
-    add(
-        "--recompute-num-layers",
-        type=_count,
-        help="with full: layers per chunk, or how many of the first layers",
     )
 
 

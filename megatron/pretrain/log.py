@@ -32,7 +32,7 @@ class StepResult:
         loss_scale: Factor on the loss.
         learning_rate: Of the next update, which is what Megatron-LM logs.
         is_skipped: The optimizer refused the update.
-        router_losses: What routers add to the loss, by name and without their weights.
+        added_losses: What routers and further predictions add to the loss, by name and without their weights.
     """
 
     lm_loss: float
@@ -41,7 +41,7 @@ class StepResult:
     loss_scale: float
     learning_rate: float
     is_skipped: bool
-    router_losses: Mapping[str, float] = field(default_factory=dict)
+    added_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LoggedIteration:
     loss_scale: float
     elapsed_ms: float
     tokens_per_s: float
-    router_losses: Mapping[str, float] = field(default_factory=dict)
+    added_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 def format_training_line(logged: LoggedIteration, args: argparse.Namespace, *, num_skipped: int, num_nan: int) -> str:
@@ -76,7 +76,7 @@ def format_training_line(logged: LoggedIteration, args: argparse.Namespace, *, n
     line += f" global batch size: {args.global_batch_size:5d} |"
     if not math.isnan(logged.lm_loss):
         line += f" lm loss: {logged.lm_loss:.6E} |"
-    for name, value in logged.router_losses.items():
+    for name, value in logged.added_losses.items():
         line += f" {name}: {value:.6E} |"
     line += f" loss scale: {logged.loss_scale:.1f} |"
     if logged.grad_norm is not None:
@@ -142,7 +142,7 @@ class TrainingLog:
 
     def _reset(self) -> None:
         self._losses: list[float] = []
-        self._router_losses: dict[str, list[float]] = {}
+        self._added_losses: dict[str, list[float]] = {}
         self._num_iterations = self._num_skipped = self._num_nan = 0
 
     def restart_clock(self) -> None:
@@ -176,8 +176,8 @@ class TrainingLog:
         if math.isfinite(result.lm_loss) and not result.is_skipped:
             self._losses.append(result.lm_loss)
         self._num_nan += not math.isfinite(result.lm_loss)
-        for name, value in result.router_losses.items():
-            self._router_losses.setdefault(name, []).append(value)
+        for name, value in result.added_losses.items():
+            self._added_losses.setdefault(name, []).append(value)
         self.history.train.append((iteration, result.lm_loss))
         if not self.is_writer:
             return
@@ -194,7 +194,7 @@ class TrainingLog:
             "grad-norm": result.grad_norm,
             "num-zeros": result.num_zeros,
             "loss-scale": result.loss_scale,
-            **result.router_losses,
+            **result.added_losses,
         }
         for name, value in scalars.items():
             if value is not None:
@@ -216,14 +216,15 @@ class TrainingLog:
             loss_scale=result.loss_scale,
             elapsed_ms=elapsed_s * 1000,
             tokens_per_s=args.global_batch_size * args.seq_length / elapsed_s,
-            router_losses={name: sum(values) / len(values) for name, values in self._router_losses.items()},
+            added_losses={name: sum(values) / len(values) for name, values in self._added_losses.items()},
         )
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
         line = format_training_line(logged, args, num_skipped=self._num_skipped, num_nan=self._num_nan)
         self.print(f" [{stamp}]{line}")
         if self._json is not None:
             record = asdict(logged) | ({} if args.log_num_zeros_in_grad else {"num_zeros": None})
-            self._json.write(json.dumps(record | record.pop("router_losses")) + "\n")
+            added = {name.replace(" ", "_"): value for name, value in record.pop("added_losses").items()}
+            self._json.write(json.dumps(record | added) + "\n")
         self._reset()
         self.restart_clock()
 

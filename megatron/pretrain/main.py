@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.launcher import Place, find_place, start_process_groups
 from megatron.pretrain.outputs import check_outputs
+from megatron.pretrain.recompute_flags import check_layers_for_recompute
 from megatron.pretrain.requirements import CHECKPOINT_FLAGS, DDP_FLAGS, FSDP_V2_FLAGS, OUTPUT_FLAGS
 from megatron.pretrain.validation import validate
 
@@ -62,6 +63,7 @@ def pretrain(command: Command) -> None:
 
     args, place = command.args, command.place
     args.transformer_impl = "transformer_engine" if model.uses_transformer_engine(args) else "local"
+    check_layers_for_recompute(args)
     data.check_data(args)
     start_process_groups(args, place)
     data.prepare_corpus(args, place)

@@ -8,12 +8,14 @@ the model inside is the same, weight for weight.
 
 import argparse
 import importlib.util
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
@@ -27,6 +29,8 @@ from megatron.pretrain.attention import SdpaCoreAttention
 from megatron.pretrain.moe_flags import expert_config
 from megatron.pretrain.norm import SequenceParallelNorm
 from megatron.pretrain.pipeline import num_chunks
+from megatron.pretrain.prediction_flags import prediction_config
+from megatron.pretrain.recompute_flags import recompute_config
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}
 
@@ -55,9 +59,12 @@ def _build_chunk(
     stages, chunks = args.pipeline_model_parallel_size, num_chunks(args)
     stage = parallel_state.get_pipeline_model_parallel_rank() if stages > 1 else 0
     vp_stage = index if chunks > 1 else None
+    uses_te = uses_transformer_engine(args)
+    layers = _build_layer_spec(args, config, vp_stage, uses_te=uses_te)
     model: MegatronModule = GPTModel(
         config=config,
-        transformer_layer_spec=_build_layer_spec(args, config, vp_stage, uses_te=uses_transformer_engine(args)),
+        transformer_layer_spec=layers,
+        mtp_block_spec=_build_prediction_spec(args, config, layers, uses_te=uses_te),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
@@ -125,9 +132,8 @@ def _build_config(args: argparse.Namespace) -> TransformerConfig:
         params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
         pipeline_dtype=torch.bfloat16 if args.bf16 else torch.float32,
         calculate_per_token_loss=args.calculate_per_token_loss,
-        recompute_granularity=args.recompute_granularity,
-        recompute_method=args.recompute_method,
-        recompute_num_layers=args.recompute_num_layers,
+        **recompute_config(args),
+        **prediction_config(args),
         **expert_config(args),
         # These need Apex, TransformerEngine or a C++ compiler at run time.
         masked_softmax_fusion=False,
@@ -155,6 +161,18 @@ def _build_layer_spec(
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
     return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage), SequenceParallelNorm)
+
+
+def _build_prediction_spec(args: argparse.Namespace, config: TransformerConfig, layers: Any, *, uses_te: bool) -> Any:
+    """Return what builds the layers that predict further tokens, like the model's own; None without them."""
+    if args.mtp_num_layers is None:
+        return None
+    block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=uses_te)
+    if args.sequence_parallel and not uses_te:
+        for layer in block.layer_specs:
+            parts = layer.submodules
+            parts.enorm = parts.hnorm = parts.layer_norm = SequenceParallelNorm
+    return block
 
 
 def _wrap(

@@ -162,6 +162,14 @@ def _check_overlap(args: argparse.Namespace) -> None:
         _fail(flag, "16-bit compute", "--bf16", "none", "Add it, or drop the overlap")
     if args.recompute_granularity == "full":
         _fail(flag, "no full recomputation", "--recompute-granularity", "full", "Drop one of them")
+    if "moe" in (args.recompute_modules or ()):
+        _fail(
+            flag,
+            "other modules, as experts run apart from their layer",
+            "--recompute-modules",
+            "moe",
+            "Drop one of them",
+        )
     has_chunks = args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
     if args.pipeline_model_parallel_size > 1 and not has_chunks:
         cure = "Add it, or drop the overlap"

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.pretrain.moe_flags import EXPERT_FLAGS, balances_by_loss
+from megatron.pretrain.prediction_flags import PREDICTION_FLAGS
+from megatron.pretrain.recompute_flags import FULL_RECOMPUTE_FLAGS, SELECTIVE_RECOMPUTE_FLAGS
 
 FSDP_V2_FLAGS = (
     "--use-megatron-fsdp-v2",
@@ -53,7 +55,6 @@ OUTPUT_FLAGS = (
 )
 _ADAM_FLAGS = ("--adam-beta1", "--adam-beta2", "--adam-eps")
 _WSD_FLAGS = ("--lr-wsd-decay-style", "--lr-wsd-decay-iters")
-_FULL_RECOMPUTE_FLAGS = ("--recompute-method", "--recompute-num-layers")
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,11 @@ REQUIREMENTS = (
         lambda a: has_files(a) or a.mock_data,
     ),
     _R(("--eval-interval",), "--eval-iters above 0", lambda a: a.eval_iters > 0),
+    _R(FULL_RECOMPUTE_FLAGS, "--recompute-granularity full", lambda a: a.recompute_granularity == "full"),
     _R(
-        _FULL_RECOMPUTE_FLAGS,
-        "--recompute-granularity full",
-        lambda a: a.recompute_granularity == "full",
+        SELECTIVE_RECOMPUTE_FLAGS,
+        "--recompute-granularity selective",
+        lambda a: a.recompute_granularity == "selective",
     ),
     _R(_ADAM_FLAGS, "--optimizer adam", lambda a: a.optimizer == "adam"),
     _R(("--sgd-momentum",), "--optimizer sgd", lambda a: a.optimizer == "sgd"),
@@ -147,6 +149,7 @@ REQUIREMENTS = (
         "--tensor-model-parallel-size above 1",
         lambda a: a.tensor_model_parallel_size > 1,
     ),
+    _R(PREDICTION_FLAGS, "--mtp-num-layers", lambda a: a.mtp_num_layers is not None),
     _R(EXPERT_FLAGS, "--num-experts", lambda a: a.num_experts is not None),
     _R(
         ("--moe-router-bias-update-rate",),

@@ -30,6 +30,7 @@ from megatron.core.utils import get_model_config
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
+from megatron.pretrain.added_losses import take_added_losses
 from megatron.pretrain.checkpointing import Checkpoints
 from megatron.pretrain.context_parallel import cut_sequences
 from megatron.pretrain.data import Batch, DataIterators
@@ -37,7 +38,6 @@ from megatron.pretrain.full_iteration import FullIteration, IterationResult, req
 from megatron.pretrain.log import StepResult, TrainingLog
 from megatron.pretrain.model import build_model
 from megatron.pretrain.profiling import ScheduleProfiler
-from megatron.pretrain.router_losses import take_router_losses
 from megatron.pretrain.stages import iterators_of, losses_on_every_stage, seed_of_stage
 
 
@@ -152,7 +152,7 @@ def train_step(state: TrainState) -> StepResult:
         loss_scale=float(optimizer.get_loss_scale()),
         learning_rate=_current_learning_rate(optimizer),
         is_skipped=not result.is_updated,
-        router_losses=take_router_losses(args),
+        added_losses=take_added_losses(args),
     )
 
 
@@ -233,7 +233,10 @@ def _forward_step(
     """Run one microbatch's forward, or return the plan by which a schedule runs it in parts, and the loss function."""
     batch = cut_sequences(next(data), parallel_state.get_context_parallel_group())
     run = model.build_schedule_plan if return_schedule_plan else model
-    token_losses = run(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
+    # Layers that predict further tokens look at other labels of the same sequence, of which the mask holds as well.
+    further = {} if args.mtp_num_layers is None else {"loss_mask": batch["loss_mask"]}
+    mask = batch.get("attention_mask")
+    token_losses = run(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **further)
     return token_losses, partial(_sum_losses, args, batch["loss_mask"])
 
 

@@ -11,7 +11,9 @@ import argparse
 from megatron.pretrain.checkpoint_flags import complete_checkpoint_flags
 from megatron.pretrain.layouts import check_context_parallelism, check_tensor_parallelism, data_parallel_size
 from megatron.pretrain.moe_flags import complete_experts
-from megatron.pretrain.pipeline import check_microbatches, complete_pipeline, num_layers_of_chunk
+from megatron.pretrain.pipeline import check_microbatches, complete_pipeline
+from megatron.pretrain.prediction_flags import check_prediction
+from megatron.pretrain.recompute_flags import choose_granularity, complete_recompute
 from megatron.pretrain.requirements import check_requirements, has_files
 from megatron.pretrain.tokenizer import ByteLevelTokenizer, Vocabulary, load_tokenizer, vocabulary_without_tokenizer
 
@@ -27,6 +29,7 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
         ValueError: Two values do not fit together, a flag would do nothing, or a tokenizer cannot be loaded.
         NotImplementedError: A parallelism that is not supported yet.
     """
+    choose_granularity(args)
     check_requirements(args)
     num_copies = data_parallel_size(args, world_size)
     _check_fsdp(args, num_copies)
@@ -39,7 +42,8 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
     _complete_batch(args, num_copies)
     check_microbatches(args, num_copies)
     _complete_schedules(args)
-    _check_recompute(args)
+    complete_recompute(args)
+    check_prediction(args)
     _check_profile(args)
     _check_graph(args)
     complete_checkpoint_flags(args)
@@ -313,24 +317,4 @@ def _check_graph(args: argparse.Namespace) -> None:
             f"--weight-decay-incr-style {args.weight_decay_incr_style}",
             "--cuda-graph-impl",
             "Drop one",
-        )
-
-
-def _check_recompute(args: argparse.Namespace) -> None:
-    if args.recompute_granularity != "full":
-        return
-    if args.recompute_method is None:
-        _fail("Recompute", "uniform or block", "none", "--recompute-method", "Add it")
-    if args.recompute_num_layers is None:
-        args.recompute_num_layers = 1
-    if args.recompute_num_layers > num_layers_of_chunk(args):
-        has_stages = args.pipeline_model_parallel_size > 1
-        _fail(
-            "Recompute",
-            f"at most the {num_layers_of_chunk(args)} of a chunk"
-            if has_stages
-            else f"at most --num-layers {args.num_layers}",
-            str(args.recompute_num_layers),
-            "--recompute-num-layers",
-            "Lower it",
         )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import MegatronModule
@@ -133,9 +133,12 @@ def build_gpt(*, tied: bool = False, dtype: torch.dtype = torch.float32, **chang
     torch.manual_seed(5)
     spec = get_gpt_layer_local_spec(num_experts=changes.get("num_moe_experts"))
     spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
+    config = model_config(params_dtype=dtype, pipeline_dtype=dtype, **changes)
+    predicts = config.mtp_num_layers is not None
     model = GPTModel(
-        config=model_config(params_dtype=dtype, pipeline_dtype=dtype, **changes),
+        config=config,
         transformer_layer_spec=spec,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if predicts else None,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         share_embeddings_and_output_weights=tied,

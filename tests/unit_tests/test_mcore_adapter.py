@@ -305,7 +305,8 @@ def _warns_without_transformer_layers() -> None:
         logger.removeHandler(handler)
     assert list(_names_by_unit(chunk)) == ["FsdpTower"]
     assert len(records) == 1
-    assert "no ['TransformerLayer'] in Tower" in records[0].getMessage()
+    layers = "['TransformerLayer', 'MambaLayer', 'MultiTokenPredictionLayer']"
+    assert f"no {layers} in Tower" in records[0].getMessage()
 
 
 def test_a_model_without_transformer_layers_is_one_unit_and_says_so() -> None:

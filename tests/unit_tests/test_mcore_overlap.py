@@ -13,6 +13,7 @@ import torch
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_finalize import finalize_model_grads
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_overlap import refuse_shared_modules
 from tests.unit_tests.launch import run_ranks
 from tests.unit_tests.mcore import (
     SAMPLES,
@@ -142,6 +143,12 @@ def _refusals() -> None:
     with torch.no_grad():
         assert chunk(inputs).shape == (2, tower.out_features)
     _assert_rest(chunk)
+
+
+def test_modules_that_layers_share_are_refused() -> None:
+    refuse_shared_modules([])
+    with pytest.raises(NotImplementedError, match=r"expected units without common modules, got \['LayerNorm'\] in sev"):
+        refuse_shared_modules([torch.nn.LayerNorm(2)])
 
 
 def test_what_does_not_go_with_plans_is_refused() -> None:

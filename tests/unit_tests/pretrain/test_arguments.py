@@ -68,7 +68,7 @@ def test_hints_name_flags_that_exist() -> None:
 @pytest.mark.parametrize(
     ("flag", "cure"),
     [
-        ("--recompute-activations", "--recompute-granularity selective"),
+        ("--checkpoint-activations", "--recompute-activations"),
         ("--no-position-embedding", "--position-embedding-type none"),
         ("--exit-duration-in-mins", "--train-iters"),
         ("--decoupled-lr", "--lr"),

@@ -52,6 +52,12 @@ CASES = [
     ("--recompute-method block --recompute-granularity full", "config", "recompute_method", "block"),
     ("--recompute-num-layers 2 --recompute-method block --recompute-granularity full", "config",
      "recompute_num_layers", 2),
+    ("--recompute-activations", "config", "recompute_granularity", "selective"),
+    (f"--recompute-modules mlp core_attn --recompute-activations {NO_BIAS}", "config", "recompute_modules",
+     ["mlp", "core_attn"]),
+    ("--mtp-num-layers 2 --position-embedding-type rope", "config", "mtp_num_layers", 2),
+    ("--mtp-loss-scaling-factor 0.5 --mtp-num-layers 2 --position-embedding-type rope", "config",
+     "mtp_loss_scaling_factor", 0.5),
     ("--bf16", "config", "bf16", True),
     ("--bf16", "config", "params_dtype", torch.bfloat16),
     (f"--num-experts 4 {NO_BIAS}", "config", "num_moe_experts", 4),
@@ -153,6 +159,7 @@ CASES = [
 
 # Flags of the loop, the launcher and the log, which other tests try by running or refusing them.
 ELSEWHERE = {
+    *("--distribute-saved-activations", "--overlap-moe-expert-parallel-comm"),  # functional tests, on two ranks
     "--help",
     "--mock-data",
     "--sequence-parallel",
@@ -190,6 +197,7 @@ class Stop(Exception):
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "GPTModel", Recorded)
+    monkeypatch.setattr(model, "get_gpt_mtp_block_spec", lambda *args, **kwargs: None)
     monkeypatch.setattr(model, "Float16Module", lambda config, module: module)
     monkeypatch.setattr(model.ProcessGroupCollection, "use_mpu_process_groups", lambda: None)
     monkeypatch.setattr(mcore_fsdp_v2_adapter, "FullyShardedDataParallel", Recorded)

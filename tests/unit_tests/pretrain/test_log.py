@@ -55,7 +55,7 @@ def test_the_training_line_byte_for_byte(args: argparse.Namespace) -> None:
 
 
 def test_losses_of_routers_follow_the_models(args: argparse.Namespace) -> None:
-    logged = replace(LOGGED, router_losses={"load_balancing_loss": 1.5})
+    logged = replace(LOGGED, added_losses={"load_balancing_loss": 1.5})
     line = format_training_line(logged, args, num_skipped=0, num_nan=0)
     assert "| lm loss: 5.123456E+00 | load_balancing_loss: 1.500000E+00 | loss scale: 1.0 |" in line
 
@@ -149,7 +149,7 @@ def test_the_loss_curve_is_a_png(tmp_path: Path) -> None:
 def test_losses_of_routers_are_means_over_the_interval(args: argparse.Namespace) -> None:
     log = TrainingLog(args, is_writer=True)
     for iteration, value in ((1, 1.0), (2, 2.0)):
-        log.record_step(iteration, replace(RESULT, router_losses={"z_loss": value}))
+        log.record_step(iteration, replace(RESULT, added_losses={"z_loss": value}))
     log.write_interval(2, RESULT)
     log.record_step(3, RESULT)
     log.write_interval(3, RESULT)
@@ -157,4 +157,4 @@ def test_losses_of_routers_are_means_over_the_interval(args: argparse.Namespace)
     first, second = (json.loads(line) for line in Path(args.log_json).read_text().splitlines())
     assert first["z_loss"] == 1.5
     assert "z_loss" not in second
-    assert "router_losses" not in first
+    assert "added_losses" not in first

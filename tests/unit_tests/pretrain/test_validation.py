@@ -93,8 +93,6 @@ def test_the_vocabulary_holds_the_end_of_document_and_is_padded() -> None:
          "host waits for nothing, got --log-num-zeros-in-grad for --cuda-graph-impl"),
         ("--use-megatron-fsdp-v2 --cuda-graph-impl full_iteration --calculate-per-token-loss", "an iteration in which "
          "the host waits for nothing, got --calculate-per-token-loss for --cuda-graph-impl"),
-        ("--recompute-granularity full", "uniform or block, got none for --recompute-method"),
-        ("--recompute-granularity full --recompute-method block --recompute-num-layers 5", "at most .* 4, got 5"),
     ],
 )  # fmt: skip
 def test_values_that_do_not_fit_together_are_refused(line: str, message: str) -> None:
@@ -174,6 +172,11 @@ OVERLAP = f"{EXPERTS} --overlap-moe-expert-parallel-comm"
             f"{OVERLAP} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16 "
             "--recompute-granularity full --recompute-method uniform",
             "no full recomputation, got full for --recompute-granularity",
+        ),
+        (
+            f"{OVERLAP} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16 "
+            "--recompute-granularity selective --recompute-modules moe",
+            "other modules, as experts run apart from their layer, got moe for --recompute-modules",
         ),
         (
             f"{EXPERTS} --expert-model-parallel-size 2 --use-megatron-fsdp-v2 --num-distributed-optimizer-instances 2",
@@ -284,6 +287,9 @@ IDLE = [
     "--eval-interval 9 --eval-iters 0",
     "--recompute-method uniform",
     "--recompute-num-layers 1 --recompute-granularity selective",
+    "--recompute-modules mlp --recompute-granularity full --recompute-method block",
+    "--distribute-saved-activations --recompute-activations",
+    "--mtp-loss-scaling-factor 0.5",
     "--adam-beta1 0.5 --optimizer sgd",
     "--adam-beta2 0.5 --optimizer sgd",
     "--adam-eps 0.5 --optimizer sgd",

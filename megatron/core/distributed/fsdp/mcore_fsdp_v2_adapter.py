@@ -53,13 +53,19 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import (
     find_group,
     whole_model_group,
 )
-from megatron.core.distributed.fsdp.mcore_fsdp_v2_overlap import OverlapDriver
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_overlap import OverlapDriver, refuse_shared_modules
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import (
     check_equal_shards,
     find_shared_weights,
     set_apart,
 )
-from megatron.core.distributed.fsdp.mcore_fsdp_v2_units import find_units, join_units, resolve_classes
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_units import (
+    find_units,
+    join_units,
+    keep_gathered,
+    resolve_classes,
+    shared_modules,
+)
 
 __all__ = ["DistributedDataParallelConfig", "FullyShardedDataParallel", "is_fully_sharded"]
 
@@ -78,8 +84,9 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         config: the model's config.
         ddp_config: this module's config, or megatron-core's own.
         module: the model chunk, on its device; parameters equal on every data-parallel rank.
-        fsdp_unit_modules: classes, or their dotted names, whose instances become units; None means transformer layers.
-            What they do not contain (embedding, head, final norm) is the root unit's.
+        fsdp_unit_modules: classes, or their dotted names, whose instances become units; None means megatron-core's
+            layers: transformer, Mamba and multi-token prediction. What they do not contain (embedding, head, final
+            norm) is the root unit's.
         disable_bucketing: make the whole chunk one unit.
         device: device of the shards; None means the current accelerator, or the host without one.
         pg_collection: process groups (`dp_cp`; with several instances `intra_dp_cp` and `inter_dist_opt`, with tensor
@@ -144,16 +151,21 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
             "separate_communicators": getattr(ddp_config, "megatron_fsdp_create_all_gather_group", False),
         }
         min_numel = getattr(ddp_config, "megatron_fsdp_min_unit_numel", 0)
-        joined = join_units(module, [unit for unit in units if unit is not module], min_numel)
+        shared = shared_modules(module, units)
+        is_planned = getattr(config, "overlap_moe_expert_parallel_comm", False)
+        if is_planned:
+            refuse_shared_modules(shared)
+        joined = join_units(module, [unit for unit in units if unit is not module], min_numel, shared)
         # All of them before the first, so that a chunk that is refused is left as it was.
-        runs = list(units_with_experts([*reversed(joined), [module]]))
+        runs = list(units_with_experts([*([part] for part in reversed(shared)), *reversed(joined), [module]]))
         check_shardable([unit for run, _ in runs for unit in run], options["mixed_precision_policy"])
         set_apart(find_shared_weights(module, pg_collection))
-        is_planned = getattr(config, "overlap_moe_expert_parallel_comm", False)
         with fully_shard_context(self.device, **options_of_all) as context:
             for run, has_experts in runs:
+                of_run = of_experts if has_experts else options
+                of_run = keep_gathered(of_run) if run[0] in shared else of_run
                 unit = run[0] if len(run) == 1 else list(run)
-                fully_shard(unit, **(of_experts if has_experts else options), register_hooks=not is_planned)
+                fully_shard(unit, **of_run, register_hooks=not is_planned)
         self.fsdp_context: FsdpContext = context
         if is_planned:
             OverlapDriver(context, module)

@@ -207,6 +207,20 @@ class OverlapDriver:
         self._release([unit])
 
 
+def refuse_shared_modules(shared: Sequence[nn.Module]) -> None:
+    """Refuse modules that several units contain: it is not known which nodes of a plan call them.
+
+    Raises:
+        NotImplementedError: there are such.
+    """
+    if shared:
+        raise NotImplementedError(
+            f"overlap_moe_expert_parallel_comm: expected units without common modules, got "
+            f"{[type(module).__name__ for module in shared]} in several. Give each layer its own, or drop "
+            "--overlap-moe-expert-parallel-comm."
+        )
+
+
 def _units_of(module: nn.Module | None) -> Iterator[FsdpModule]:
     """Yield the units at a module and inside it."""
     for child in () if module is None else module.modules():

@@ -1,12 +1,13 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""The losses that routers add to the model's, for the log; gradients have them from megatron-core's layers."""
+"""The losses that layers add to the model's, for the log; gradients have them from megatron-core's layers."""
 
 import argparse
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.core import parallel_state
 
@@ -17,7 +18,7 @@ _LOADS = {
 }
 
 
-def take_router_losses(args: argparse.Namespace) -> dict[str, float]:
+def take_added_losses(args: argparse.Namespace) -> dict[str, float]:
     """Return this iteration's losses by Megatron-LM's names, without their weights, and forget them.
 
     Every rank calls it.
@@ -26,8 +27,27 @@ def take_router_losses(args: argparse.Namespace) -> dict[str, float]:
         args: Validated arguments.
 
     Returns:
-        Means over layers, microbatches and data-parallel ranks.
+        Of routers, then of layers that predict further tokens, by depth.
     """
+    return _of_routers(args) | _of_predictions(args)
+
+
+def _of_predictions(args: argparse.Namespace) -> dict[str, float]:
+    """Return means over microbatches and data-parallel ranks."""
+    if args.mtp_num_layers is None:
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    MTPLossLoggingHelper.track_mtp_metrics(
+        loss_scale=1 / get_num_microbatches(),
+        iteration=0,  # for writers, of which there are none
+        writer=None,
+        total_loss_dict=found,
+    )
+    return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+
+
+def _of_routers(args: argparse.Namespace) -> dict[str, float]:
+    """Return means over layers, microbatches and data-parallel ranks."""
     names = []
     if args.moe_aux_loss_coeff > 0:
         names.append(_LOADS[args.moe_router_load_balancing_type])
@@ -43,6 +63,7 @@ def take_router_losses(args: argparse.Namespace) -> dict[str, float]:
         force_initialize=True,
         track_names=names,
         num_layers=args.num_layers,
+        mtp_num_layers=args.mtp_num_layers,
     )
     values = torch.stack([found[name].double() for name in names])
     # megatron-core takes the mean over ranks for some of them only; over equal values it changes nothing.
