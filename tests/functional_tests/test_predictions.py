@@ -74,7 +74,7 @@ def test_a_run_goes_on_from_a_checkpoint(saves: str, tmp_path: Path) -> None:
     before = words if saves == "ddp" else (V2, *words)
     saved = launch_forked((*before, "--save", str(tmp_path), "--exit-interval", "2"), 2)
     assert saved.returncode == 0, saved.stderr[-3000:]
-    whole = launch_once((V2, *words), 2)
+    whole = launch_once(before, 2)
     resumed = launch_forked((V2, *words, "--load", str(tmp_path), "--no-load-rng"), 1 if saves == "v2" else 2)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     for name in NAMES:

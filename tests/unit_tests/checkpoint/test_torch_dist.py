@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from megatron.core.distributed.fsdp.experimental.checkpoint.errors import CheckpointError
 from megatron.core.distributed.fsdp.experimental.checkpoint.ranks import Ranks
@@ -174,7 +176,6 @@ def _open(path: str) -> None:
     ("file", "content", "error"),
     [
         ("__0_0.distcp", None, "__0_0.distcp"),
-        ("common.pt", None, "common.pt: expected a readable file"),
         ("common.pt", b"PK", "common.pt: expected what torch.save writes"),
         ("metadata.json", b"{}", "expected metadata.json with sharded_backend torch_dist"),
     ],
@@ -196,6 +197,21 @@ def test_common_content_is_not_executed(sources: dict[str, tuple[Path, Truth]], 
     with pytest.raises(CheckpointError, match=r"common\.pt: expected plain data, got .*system"):
         _open(str(copy))
     assert not (tmp_path / "witness").exists()
+
+
+def test_common_content_lies_in_a_file_or_among_the_tensors(tmp_path: Path) -> None:
+    """As megatron-core 0.16 and 0.19 write it."""
+    common = {"iteration": 3, "args": None}
+    assert _checkpoint(tmp_path / "file", {"a": torch.ones(1)}, common).common == common
+    folder = tmp_path / "object"
+    content = {"a": torch.ones(1), "common_state/shard_0_1": [common]}
+    dcp.save(content, checkpoint_id=folder, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    assert TorchDistCheckpoint(folder, Ranks(torch.device("cpu"))).common == common
+    save(tmp_path / "none", {"a": torch.ones(1)})
+    (tmp_path / "none/metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with pytest.raises(CheckpointError, match=r"common\.pt: expected a readable file, got No such file"):
+        _open(str(tmp_path / "none"))
 
 
 # --- without processes ------------------------------------------------------------------------------------------------
@@ -278,6 +294,8 @@ def test_names_of_layer_norms_and_halves() -> None:
     assert place.key == "decoder.layers.1.pre_mlp_layernorm.bias" and not place.leading
     assert [place.half for place in locate("decoder.layers.0.mlp.linear_fc1.weight", keys)] == [0, 1]
     assert locate("decoder.layers.1.mlp.linear_fc1.weight", keys) == []
+    (place,) = locate("mtp.layers.0.mtp_model_layer.a.weight", {"mtp.layers.0.transformer_layer.a.weight"})
+    assert place.key == "mtp.layers.0.transformer_layer.a.weight"
 
 
 def test_keys_that_differ_in_prefixes_only_are_refused() -> None:

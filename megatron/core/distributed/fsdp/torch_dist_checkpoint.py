@@ -24,12 +24,15 @@ from megatron.core.distributed.fsdp.experimental.checkpoint import (
     Ranks,
     Verification,
     is_whole,
+    load_entry,
+    load_metadata,
     load_torch_file,
     read_pieces,
 )
 from megatron.core.distributed.fsdp.torch_dist_names import MASTERS, Place, TensorKeys, bare, locate, sort_keys
 
 COMMON, CONFIG = "common.pt", "metadata.json"
+COMMON_KEY = "common_state/shard_0_1"
 RESHARDABLE = "fully_reshardable"
 _LISTED = 100
 """Problems that an error lists."""
@@ -45,7 +48,9 @@ def is_torch_dist(path: Path) -> bool:
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's ``common.pt``, of which nothing is executed.
+    """Return what a checkpoint holds besides tensors, of which nothing is executed.
+
+    It is in ``common.pt``, or from megatron-core 0.19 on an object among the tensors.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it names a class that plain content has no use for.
@@ -55,10 +60,15 @@ def read_common(path: Path) -> dict[str, Any]:
         with file.open("rb") as stream:
             common = load_torch_file(stream, str(file))
     except OSError as error:
-        raise CheckpointError(
-            f"{file}: expected a readable file, got {error.strerror or error}. Restore it, or load an earlier "
-            "checkpoint."
-        ) from error
+        metadata = None if file.exists() else load_metadata(path)
+        if metadata is None or COMMON_KEY not in metadata.state_dict_metadata:
+            raise CheckpointError(
+                f"{file}: expected a readable file, got {error.strerror or error}. Restore it, or load an earlier "
+                "checkpoint."
+            ) from error
+        common = load_entry(path, metadata, COMMON_KEY)
+        # One object for each shard, of which there is one.
+        common = common[0] if isinstance(common, list) and common else common
     if not isinstance(common, dict):
         raise CheckpointError(f"{file}: expected a dict, got a {type(common).__name__}. Restore the file.")
     return common
@@ -117,7 +127,7 @@ class TorchDistCheckpoint:
         verify: as for `OpenCheckpoint`; megatron-core keeps no checksums.
 
     Attributes:
-        common: the plain content of ``common.pt``: arguments, iteration, parameter groups, scheduler.
+        common: see `read_common`: arguments, iteration, parameter groups, scheduler.
 
     Raises:
         CheckpointError: it is no committed checkpoint of this format, or damaged; on every rank.

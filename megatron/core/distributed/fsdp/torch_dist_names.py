@@ -3,11 +3,12 @@
 """Where megatron-core's ``torch_dist`` checkpoints keep a parameter: key, place within it, halves. Reads no files.
 
 [Note: names of torch_dist]
-A parameter's name differs from its key in up to four ways, each an offset and none a copy:
+A parameter's name differs from its key in up to five ways, each an offset and none a copy:
 
     layers        layers.3.mlp.linear_fc2.weight -> layers.mlp.linear_fc2.weight at (3, ...), by default
     experts       mlp.experts.linear_fc1.weight5 -> mlp.experts.experts.linear_fc1.weight at (5, ...) or (layer, 5, ...)
     layer norms   input_layernorm.weight <-> self_attention.linear_qkv.layer_norm_weight, which TransformerEngine fuses
+    further       mtp.layers.0.mtp_model_layer. of megatron-core 0.19 -> mtp.layers.0.transformer_layer., as 0.16 has it
     gated halves  mlp.linear_fc1.weight: its upper and lower half of rows under ..._w and ..._v, by some options
 """
 
@@ -157,7 +158,8 @@ def _replaced(name: str, old: int, new: int) -> str | None:
 
 
 def _candidates(name: str) -> Iterator[Place]:
-    spellings = dict.fromkeys((name, fused_norm(name), separate_norm(name)))
+    own = dict.fromkeys((name, name.replace(".mtp_model_layer.", ".transformer_layer.")))
+    spellings = dict.fromkeys(spell(each) for each in own for spell in (str, fused_norm, separate_norm))
     for spelling in spellings:
         places = [Place(spelling)]
         expert = _LOCAL_EXPERT.fullmatch(spelling) or _GROUPED_EXPERT.fullmatch(spelling)

@@ -24,6 +24,7 @@ from .pieces import Piece, is_whole, read_pieces
 from .planner import CompleteSavePlanner
 from .ranks import Ranks
 from .read import LoadReport, OpenCheckpoint, Verification
+from .reader import load_entry, load_metadata
 from .unpickle import load_torch_file
 from .write import write_checkpoint
 
@@ -48,6 +49,8 @@ __all__ = [
     "iteration_folder",
     "keep_last",
     "load_checkpoint",
+    "load_entry",
+    "load_metadata",
     "load_torch_file",
     "read_latest",
     "read_pieces",
