@@ -26,7 +26,7 @@ NEWEST_TESTS := $(filter-out %/test_benchmark.py %/test_benchmark_optimizer.py %
 	%/test_preprocess.py,$(wildcard tests/functional_tests/test_*.py)) \
 	$(wildcard tests/unit_tests/test_mcore_*.py) tests/unit_tests/test_megatron_training.py \
 	$(wildcard tests/unit_tests/test_*optimizer*.py) tests/unit_tests/test_fused_gradients.py \
-	tests/unit_tests/pretrain tests/unit_tests/checkpoint/test_torch_dist.py
+	tests/unit_tests/pretrain tests/unit_tests/checkpoint/test_torch_dist.py tests/unit_tests/inspector
 
 export OMP_NUM_THREADS ?= 1
 
