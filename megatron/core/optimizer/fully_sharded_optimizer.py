@@ -37,7 +37,12 @@ from megatron.core.optimizer.fully_sharded_optimizer_config import (
     grad_scaler_of,
 )
 from megatron.core.optimizer.fully_sharded_optimizer_gradients import WideGradients
-from megatron.core.optimizer.fully_sharded_optimizer_state import load_sharded_state, sharded_state
+from megatron.core.optimizer.fully_sharded_optimizer_state import (
+    load_scaler_state,
+    load_sharded_state,
+    scaler_state,
+    sharded_state,
+)
 
 _grad_of = attrgetter("grad")
 
@@ -263,25 +268,35 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
 
         Args:
             model_sharded_state_dict: part of the interface; state is read from the optimizer itself.
-            is_loading: create state that does not exist yet, so that a load has tensors to write into.
+            is_loading: create state that does not exist yet, so that a load has tensors to write into. With a loss
+                scaler it is created for a save, too, if every update so far has been skipped.
             metadata: part of the interface; the format has no options.
 
         Returns:
-            ``{"state": {fqn: {"exp_avg": DTensor, ...}}, "param_to_group_meta": {fqn: {"lr": ..., ...}}}``. The
-            DTensors share memory with the optimizer.
+            ``{"state": {fqn: {"exp_avg": DTensor, ...}}, "param_to_group_meta": {fqn: {"lr": ..., ...}}}``, and with a
+            dynamic loss scaler ``"grad_scaler"``, its numbers. The DTensors share memory with the optimizer.
         """
         if is_loading:
             self._create_state()
-        return sharded_state(self.optimizer, self._named_parameters())
+        found = sharded_state(self.optimizer, self._named_parameters())
+        if self.grad_scaler is not None and not found["state"]:
+            self._create_state()
+            found = sharded_state(self.optimizer, self._named_parameters())
+        scaler = scaler_state(self.grad_scaler)
+        return {**found, "grad_scaler": scaler} if scaler else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `sharded_state_dict` returned, after a checkpoint has been read into it.
 
         Raises:
-            KeyError: parameters are missing from it, or unknown.
+            KeyError: parameters are missing from it, or unknown, or part of the loss scaler's state is missing.
             ValueError: parameters of one group have different settings in it.
+
+        Warns:
+            UserWarning: it has no state of a loss scaler, and there is a dynamic one.
         """
         load_sharded_state(self.optimizer, self._named_parameters(), state_dict)
+        load_scaler_state(self.grad_scaler, state_dict.get("grad_scaler", {}))
 
     def _create_state(self) -> None:
         """Make the base optimizer create its state, without moving a weight or a step count."""
