@@ -113,6 +113,9 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         # Without it the base class would reduce statistics over model parallelism only: a norm of one shard.
         self.grad_stats_parallel_group = model_chunks[0].model_group
         self._known_statistics: GradientStatistics | None = None
+        stepped = {id(parameter) for parameter in self.get_parameters()}
+        self._siblings = [p for chunk in model_chunks for p in chunk.parameters() if id(p) not in stepped]
+        self._sibling_statistics = GradientStatistics(self.grad_stats_parallel_group, self.device)
         self._wide_gradients = WideGradients()
         self._check_ownership()
 
@@ -197,6 +200,25 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         finally:
             self._restore_gradients()
         return is_updated
+
+    def _unscale_main_grads_and_check_for_nan(self) -> bool:
+        """Unscale this optimizer's gradients; return whether any of the chunks' is not finite on any rank.
+
+        Those that a sibling in a ChainedOptimizer steps count, too: each has a loss scaler of its own, and scalers that
+        decide otherwise would unscale by another factor than the one that the loss has been scaled by.
+        """
+        assert self.grad_scaler is not None
+        self.found_inf.fill_(0.0)
+        for gradients, factor in (
+            (self._collect_main_grad_data_for_unscaling(), self.grad_scaler.inv_scale),
+            (self._sibling_statistics.local_gradients(self._siblings), self._scale_one),
+        ):
+            if gradients:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found_inf, factor)
+        torch.distributed.all_reduce(
+            self.found_inf, torch.distributed.ReduceOp.MAX, group=self.get_grad_stats_parallel_group()
+        )
+        return self.found_inf.item() > 0
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         """Return this rank's parts of the gradients, for the loss scaler to unscale in place."""
