@@ -223,6 +223,8 @@ class TrainingLog:
         self.print(f" [{stamp}]{line}")
         if self._json is not None:
             record = asdict(logged) | ({} if args.log_num_zeros_in_grad else {"num_zeros": None})
+            # JSON knows no nan.
+            record["lm_loss"] = None if math.isnan(lm_loss) else lm_loss
             self._json.write(json.dumps(record | record.pop("router_losses")) + "\n")
         self._reset()
         self.restart_clock()

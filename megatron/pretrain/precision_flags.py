@@ -48,7 +48,12 @@ def add_precision_flags(parser: argparse.ArgumentParser) -> None:
         help="Megatron-FSDP v2 with TransformerEngine: its fused Adam steps on gradients in their own dtype",
     )
     for flag, moment in zip(MOMENT_FLAGS, ("first", "second"), strict=True):
-        add(flag, type=one_of(*_MOMENT_DTYPES), default="fp32", help=f"with it: dtype in which the {moment} moment is kept")
+        add(
+            flag,
+            type=one_of(*_MOMENT_DTYPES),
+            default="fp32",
+            help=f"with it: dtype in which the {moment} moment is kept",
+        )
 
 
 def compute_dtype(args: argparse.Namespace) -> str:
@@ -110,7 +115,7 @@ def check_fsdp_dtypes(args: argparse.Namespace) -> None:
     if main_params not in allowed:
         _fail(
             "Master weights",
-            f"fp32 with --fp16, in which unscaled gradients would vanish"
+            "fp32 with --fp16, in which unscaled gradients would vanish"
             if compute == "fp16"
             else f"one of {', '.join(allowed)} (no narrower than the {compute} of the model)",
             main_params,
