@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.core import parallel_state
 from megatron.pretrain.attention import SdpaCoreAttention
+from megatron.pretrain.initial_experts import drawn_by_number
 from megatron.pretrain.moe_flags import expert_config
 from megatron.pretrain.norm import SequenceParallelNorm
 from megatron.pretrain.pipeline import num_chunks
@@ -40,13 +41,14 @@ def build_model(args: argparse.Namespace) -> list[MegatronModule]:
 
     Returns:
         One chunk, or several with an interleaved schedule: each a data-parallel wrapper (megatron-core's DDP
-        interface) around, with ``--bf16`` or ``--fp16``, a Float16Module around a GPTModel. Initial weights follow from ``--seed``
-        and the stage and are equal on all data-parallel ranks.
+        interface) around, with ``--bf16`` or ``--fp16``, a Float16Module around a GPTModel. Initial weights follow from
+        ``--seed`` and the stage and are equal on all data-parallel ranks.
     """
     config = _build_config(args)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     # All before the first is wrapped: of a tied weight one stage waits for the other's.
-    chunks = [_build_chunk(args, config, groups, index) for index in range(num_chunks(args))]
+    with drawn_by_number(config):
+        chunks = [_build_chunk(args, config, groups, index) for index in range(num_chunks(args))]
     return [_wrap(args, config, chunk, groups, is_first=index == 0) for index, chunk in enumerate(chunks)]
 
 

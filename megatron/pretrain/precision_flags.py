@@ -64,7 +64,7 @@ def compute_dtype(args: argparse.Namespace) -> str:
 
 
 def gradient_dtype(args: argparse.Namespace) -> str:
-    """Return the name of the dtype in which gradients accumulate and are reduced, unless Megatron-FSDP v2 is told more."""
+    """Return the name of the dtype in which gradients accumulate and are reduced, if nothing else is said of it."""
     if args.fp16 and not args.accumulate_allreduce_grads_in_fp32:
         return "fp16"
     return "bf16" if args.grad_reduce_in_bf16 else "fp32"
@@ -96,10 +96,9 @@ def complete_precision(args: argparse.Namespace) -> None:
         args.check_for_nan_in_loss_and_grad = False
     if args.use_precision_aware_optimizer and importlib.util.find_spec("transformer_engine") is None:
         raise NotImplementedError(
-            "Optimizer: expected TransformerEngine, whose fused Adam is the only one that steps on gradients of another "
-            "dtype than the weights', got a Python without it for --use-precision-aware-optimizer. Install "
-            "transformer-engine, or drop the flag: --megatron-fsdp-main-grads-dtype and "
-            "--megatron-fsdp-main-params-dtype need no such optimizer."
+            "Optimizer: expected TransformerEngine, whose fused Adam steps on gradients of another dtype than the "
+            "weights', got a Python without it for --use-precision-aware-optimizer. Install transformer-engine, or drop "
+            "the flag: --megatron-fsdp-main-grads-dtype and --megatron-fsdp-main-params-dtype do without."
         )
 
 

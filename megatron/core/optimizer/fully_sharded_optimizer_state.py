@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""State of an adapted optimizer by parameter name, as checkpoints in the fsdp_dtensor format hold it, and a loss scaler's.
+"""State of an adapted optimizer by parameter name, as fsdp_dtensor checkpoints hold it, and that of a loss scaler.
 
 It reads and writes no files, and knows no model: names are given.
 """

@@ -150,13 +150,14 @@ def optimizer_keys(optimizer: Any, chunk: MegatronModule) -> dict[str, Any]:
         name: {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
         for name, values in split_gated_states(states, chunk.config).items()
     }
+    scaler = found.get("grad_scaler")
     return {
         "state": {OPTIMIZER_WRAPPERS + name: values for name, values in tensors.items() if values},
         "param_to_group_meta": {
             OPTIMIZER_WRAPPERS + canonical_name(name): settings
             for name, settings in found["param_to_group_meta"].items()
         },
-        **{"grad_scaler": scaler for scaler in [found.get("grad_scaler")] if scaler},
+        **({"grad_scaler": scaler} if scaler else {}),
     }
 
 

@@ -49,7 +49,7 @@ def saved_groups(common: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def saved_scaler(common: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the loss scaler's state in the content of a ``common.pt``; of several optimizers, which agree, the first's."""
+    """Return the loss scaler's state in the content of a ``common.pt``; of several optimizers the first's."""
     nodes = [common.get("optimizer")]
     for node in nodes:
         if isinstance(node, Mapping) and isinstance(node.get("grad_scaler"), Mapping):
