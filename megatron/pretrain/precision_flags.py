@@ -97,8 +97,8 @@ def complete_precision(args: argparse.Namespace) -> None:
     if args.use_precision_aware_optimizer and importlib.util.find_spec("transformer_engine") is None:
         raise NotImplementedError(
             "Optimizer: expected TransformerEngine, whose fused Adam steps on gradients of another dtype than the "
-            "weights', got a Python without it for --use-precision-aware-optimizer. Install transformer-engine, or drop "
-            "the flag: --megatron-fsdp-main-grads-dtype and --megatron-fsdp-main-params-dtype do without."
+            "weights', got a Python without it for --use-precision-aware-optimizer. Install transformer-engine, or "
+            "drop the flag: --megatron-fsdp-main-grads-dtype and --megatron-fsdp-main-params-dtype do without."
         )
 
 
