@@ -492,6 +492,17 @@ def _precision_aware_refusals() -> None:
             get_megatron_optimizer(_make_precision_aware(optimizer_config(optimizer=name)), [chunk])
 
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours_config.mcore_optimizer, "Adam", DecoupledAdamW)
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            config = _make_precision_aware(optimizer_config())
+            setattr(config, name, FP16)
+            flag = f"--{name.replace('_', '-')}"
+            match = rf"{name}: expected torch.float32 or torch.bfloat16 .*, got torch.float16, .* Set {flag} to one of"
+            with pytest.raises(NotImplementedError, match=match):
+                get_megatron_optimizer(config, [chunk])
+
+
 def test_precision_aware_refusals() -> None:
     run_ranks(1, _precision_aware_refusals)
 
