@@ -9,6 +9,7 @@ so that losses and norms differ by a few 1e-5 after some iterations. Which itera
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -75,10 +76,25 @@ def test_trains_as_ddp(wrapper: str, layout: str, scale: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "name"), [(TP, "linear_fc1.weight"), (PP, "weight"), (CP, "weight"), (EP, "local_experts")]
 )
-def test_pb043_an_overflow_on_one_rank_skips_on_all(layout: str, name: str) -> None:
+def test_pb043_an_overflow_on_one_rank_skips_under_every_layout(layout: str, name: str) -> None:
     flags = (name, *_words(V2, layout, "--fp16 --initial-loss-scale 1024 --hysteresis 1"))
     run = launch_forked(flags, 2, script="tests/functional_tests/overflow_on_one_rank.py")
     assert run.returncode == 0, run.stderr[-4000:]
     assert run.stderr.count("skipped on all ranks") == 2 * 2
     assert run.series("loss_scale") == [1024, 1024, 512, 512, 256, 256, 256, 256]
     assert [loss is None for loss in run.series("lm_loss")] == [number in (3, 5) for number in range(1, 9)]
+
+
+def test_fsdp_v2_takes_over_the_loss_scaler_of_ddp(tmp_path: Path) -> None:
+    """Four iterations, and four more from where they were saved, have the scales and losses of eight without a break."""
+    flags = _words(ACCUMULATES, DYNAMIC)
+    saved = launch_forked((*flags, "--save", str(tmp_path), "--exit-interval", "4"), 2)
+    assert saved.returncode == 0, saved.stderr[-4000:]
+    found = launch_forked((*flags, *ZERO1.split(), "--load", str(tmp_path), "--no-load-rng"), 2)
+    assert found.returncode == 0, found.stderr[-4000:]
+    expected = launch_once(flags, 2)
+    for name in ("loss_scale", "learning_rate"):
+        assert saved.series(name) + found.series(name) == expected.series(name), name
+    assert len(set(expected.series("loss_scale")[4:])) > 1
+    for have, want in zip(found.series("lm_loss"), expected.series("lm_loss")[4:], strict=True):
+        assert have == (None if want is None else pytest.approx(want, rel=5e-4))

@@ -1074,7 +1074,9 @@ def _refusals() -> None:
         with pytest.raises(NotImplementedError, match=match):
             FullyShardedOptimizer(torch.optim.SGD(chunk.parameters()), config, None, None, [chunk])
     config = optimizer_config(overlap_param_gather_with_optimizer_step=True)
-    match = r"overlap_param_gather_with_optimizer_step: expected False .* There is no gather for it to start: .* Drop --ov"
+    match = (
+        r"overlap_param_gather_with_optimizer_step: expected False .* There is no gather for it to start: .* Drop --ov"
+    )
     with pytest.raises(NotImplementedError, match=match):
         get_megatron_optimizer(config, [chunk])
     config = optimizer_config()

@@ -491,7 +491,6 @@ def _precision_aware_refusals() -> None:
         with pytest.raises(ValueError, match=match):
             get_megatron_optimizer(_make_precision_aware(optimizer_config(optimizer=name)), [chunk])
 
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ours_config.mcore_optimizer, "Adam", DecoupledAdamW)
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
