@@ -86,7 +86,7 @@ def test_pb043_an_overflow_on_one_rank_skips_under_every_layout(layout: str, nam
 
 
 def test_fsdp_v2_takes_over_the_loss_scaler_of_ddp(tmp_path: Path) -> None:
-    """Four iterations, and four more from where they were saved, have the scales and losses of eight without a break."""
+    """Four iterations, and four more from where they were saved, have the scales and losses of eight in a row."""
     flags = _words(ACCUMULATES, DYNAMIC)
     saved = launch_forked((*flags, "--save", str(tmp_path), "--exit-interval", "4"), 2)
     assert saved.returncode == 0, saved.stderr[-4000:]

@@ -41,7 +41,7 @@ def check_config(config: OptimizerConfig) -> None:
     if config.overlap_param_gather_with_optimizer_step:
         raise NotImplementedError(
             "OptimizerConfig.overlap_param_gather_with_optimizer_step: expected False with Megatron-FSDP v2, got True. "
-            "There is no gather for it to start: the step writes shards, which forward gathers unit by unit, one ahead. "
+            "There is no gather for it to start: the step writes shards, which forward gathers unit by unit. "
             "Drop --overlap-param-gather-with-optimizer-step."
         )
     threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
