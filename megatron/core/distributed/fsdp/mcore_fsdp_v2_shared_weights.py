@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that several ranks of model parallelism hold, such as an embedding that is the output layer's as well.
 
-Here they are found, and those of pipeline stages laid out and compared; mcore_fsdp_v2_finalize.py adds up their gradients.
+Here they are found, and those of pipeline stages laid out and compared. mcore_fsdp_v2_finalize.py adds up gradients.
 
 [Note: one place on all stages]
 Gradients are added up on this rank's elements, which must be the same elements on every stage. Where elements lie in a
