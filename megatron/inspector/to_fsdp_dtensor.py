@@ -22,7 +22,7 @@ from megatron.core.distributed.fsdp.torch_dist_checkpoint import (
     require_reshardable,
     sharding_type,
 )
-from megatron.core.distributed.fsdp.torch_dist_groups import identity, saved_groups
+from megatron.core.distributed.fsdp.torch_dist_groups import identity, saved_groups, saved_scaler
 from megatron.core.distributed.fsdp.torch_dist_names import MASTERS, TensorKeys, separate_norm, sort_keys, unstacked
 from megatron.inspector.streams import NewCheckpoint, NewTensor, Part, whole
 
@@ -145,6 +145,9 @@ class _Conversion:
                 yield name, NewTensor(shape, dtype, (whole(saved, shape, leading),))
 
     def _add_optimizer(self) -> None:
+        for name, value in saved_scaler(self._common).items():
+            number = value.item() if isinstance(value, torch.Tensor) else value
+            self._new.objects["optimizer", "grad_scaler", name] = number
         groups = saved_groups(self._common)
         by_torch = any(_BY_TORCH in group for group in groups)
         ndims: dict[str, int] = {}

@@ -96,8 +96,12 @@ class _Conversion:
             content["non_homogeneous_layers"] = True
         if not self._weights_only:
             content["distrib_optim_sharding_type"] = RESHARDABLE
+            scaler = common.get("optimizer", {})
+            if "grad_scaler" in scaler:
+                # megatron-core's scaler takes its scale as a tensor.
+                scaler["grad_scaler"]["scale"] = torch.tensor([scaler["grad_scaler"]["scale"]])
             groups = {"optimizer": {"param_groups": self._groups(steps)}, "param_state_sharding_type": RESHARDABLE}
-            common["optimizer"] = groups
+            common["optimizer"] = {**groups, **scaler}
         self._new.files[COMMON] = partial(torch.save, {**common, "content_metadata": content})
         self._new.files[CONFIG] = _write_config
         return self._new
@@ -203,6 +207,7 @@ class _Conversion:
             node[last] = value
         if self._weights_only:
             nested.pop("opt_param_scheduler", None)
+            nested.pop("optimizer", None)
         return nested
 
 

@@ -11,6 +11,7 @@ import argparse
 from megatron.pretrain.checkpoint_flags import add_checkpoint_flags
 from megatron.pretrain.moe_flags import add_moe_flags
 from megatron.pretrain.parallelism_flags import add_parallelism
+from megatron.pretrain.precision_flags import add_precision_flags
 from megatron.pretrain.prediction_flags import add_prediction_flags
 from megatron.pretrain.recompute_flags import add_recompute_flags
 from megatron.pretrain.tokenizer import TOKENIZER_TYPES
@@ -27,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         _add_training,
         add_recompute_flags,
         _add_optimizer,
-        _add_precision,
+        add_precision_flags,
         add_parallelism,
         add_checkpoint_flags,
         _add_output,
@@ -278,20 +279,6 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         type=one_of("constant", "linear", "cosine"),
         default="constant",
         help="how the weight decay grows",
-    )
-
-
-def _add_precision(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("precision").add_argument
-    add(
-        "--bf16",
-        action="store_true",
-        help="weights and activations in bfloat16, fp32 master weights",
-    )
-    add(
-        "--grad-reduce-in-bf16",
-        action="store_true",
-        help="accumulate and reduce gradients in bfloat16 too",
     )
 
 

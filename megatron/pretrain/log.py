@@ -224,6 +224,8 @@ class TrainingLog:
         if self._json is not None:
             record = asdict(logged) | ({} if args.log_num_zeros_in_grad else {"num_zeros": None})
             added = {name.replace(" ", "_"): value for name, value in record.pop("added_losses").items()}
+            # JSON knows no nan.
+            record["lm_loss"] = None if math.isnan(lm_loss) else lm_loss
             self._json.write(json.dumps(record | added) + "\n")
         self._reset()
         self.restart_clock()

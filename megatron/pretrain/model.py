@@ -26,13 +26,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.core import parallel_state
 from megatron.pretrain.attention import SdpaCoreAttention
+from megatron.pretrain.initial_experts import drawn_by_number
 from megatron.pretrain.moe_flags import expert_config
 from megatron.pretrain.norm import SequenceParallelNorm
 from megatron.pretrain.pipeline import num_chunks
+from megatron.pretrain.precision_flags import compute_dtype, gradient_dtype
 from megatron.pretrain.prediction_flags import prediction_config
 from megatron.pretrain.recompute_flags import recompute_config
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}
 
 
 def build_model(args: argparse.Namespace) -> list[MegatronModule]:
@@ -43,13 +45,14 @@ def build_model(args: argparse.Namespace) -> list[MegatronModule]:
 
     Returns:
         One chunk, or several with an interleaved schedule: each a data-parallel wrapper (megatron-core's DDP
-        interface) around, with ``--bf16``, a Float16Module around a GPTModel. Initial weights follow from ``--seed``
-        and the stage and are equal on all data-parallel ranks.
+        interface) around, with ``--bf16`` or ``--fp16``, a Float16Module around a GPTModel. Initial weights follow from
+        ``--seed`` and the stage and are equal on all data-parallel ranks.
     """
     config = _build_config(args)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     # All before the first is wrapped: of a tied weight one stage waits for the other's.
-    chunks = [_build_chunk(args, config, groups, index) for index in range(num_chunks(args))]
+    with drawn_by_number(config):
+        chunks = [_build_chunk(args, config, groups, index) for index in range(num_chunks(args))]
     return [_wrap(args, config, chunk, groups, is_first=index == 0) for index, chunk in enumerate(chunks)]
 
 
@@ -80,7 +83,7 @@ def _build_chunk(
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if torch.cuda.is_available():
         model = model.cuda(torch.cuda.current_device())
-    return Float16Module(config, model) if args.bf16 else model
+    return model if compute_dtype(args) == "fp32" else Float16Module(config, model)
 
 
 def uses_transformer_engine(args: argparse.Namespace) -> bool:
@@ -129,8 +132,9 @@ def _build_config(args: argparse.Namespace) -> TransformerConfig:
         context_parallel_size=args.context_parallel_size,
         use_cpu_initialization=args.use_cpu_initialization,
         bf16=args.bf16,
-        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
-        pipeline_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        fp16=args.fp16,
+        params_dtype=DTYPES[compute_dtype(args)],
+        pipeline_dtype=DTYPES[compute_dtype(args)],
         calculate_per_token_loss=args.calculate_per_token_loss,
         **recompute_config(args),
         **prediction_config(args),
@@ -183,7 +187,7 @@ def _wrap(
     *,
     is_first: bool,
 ) -> MegatronModule:
-    """Wrap for data parallelism; gradients are reduced in fp32 unless ``--grad-reduce-in-bf16``."""
+    """Wrap for data parallelism; gradients are reduced in fp32 unless flags of precision say otherwise."""
     if args.use_megatron_fsdp_v2:
         from megatron.core.distributed.fsdp import mcore_fsdp_v2_adapter as v2
 
@@ -192,10 +196,10 @@ def _wrap(
             data_parallel_sharding_strategy=args.data_parallel_sharding_strategy,
             num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
             outer_dp_sharding_strategy=args.outer_dp_sharding_strategy,
-            grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
-            megatron_fsdp_main_params_dtype=_DTYPES[args.megatron_fsdp_main_params_dtype],
-            megatron_fsdp_main_grads_dtype=_DTYPES[args.megatron_fsdp_main_grads_dtype],
-            megatron_fsdp_grad_comm_dtype=_DTYPES[args.megatron_fsdp_grad_comm_dtype],
+            grad_reduce_in_fp32=gradient_dtype(args) == "fp32",
+            megatron_fsdp_main_params_dtype=DTYPES[args.megatron_fsdp_main_params_dtype],
+            megatron_fsdp_main_grads_dtype=DTYPES[args.megatron_fsdp_main_grads_dtype],
+            megatron_fsdp_grad_comm_dtype=DTYPES[args.megatron_fsdp_grad_comm_dtype],
             megatron_fsdp_static_gradients=args.megatron_fsdp_static_gradients,
             megatron_fsdp_trace_pool=args.fsdp_trace_pool,
             megatron_fsdp_create_all_gather_group=args.create_all_gather_group,
@@ -211,7 +215,7 @@ def _wrap(
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     plain_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
+        grad_reduce_in_fp32=gradient_dtype(args) == "fp32",
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_param_gather,
         use_distributed_optimizer=args.use_distributed_optimizer,

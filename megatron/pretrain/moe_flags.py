@@ -158,7 +158,7 @@ def _check_overlap(args: argparse.Namespace) -> None:
     if args.moe_token_dispatcher_type != "alltoall":
         found = args.moe_token_dispatcher_type
         _fail(flag, "alltoall", "--moe-token-dispatcher-type", found, "Change it, or drop the overlap")
-    if not (args.bf16 or getattr(args, "fp16", False)):
+    if not (args.bf16 or args.fp16):
         _fail(flag, "16-bit compute", "--bf16", "none", "Add it, or drop the overlap")
     if args.recompute_granularity == "full":
         _fail(flag, "no full recomputation", "--recompute-granularity", "full", "Drop one of them")

@@ -8,12 +8,15 @@ parser get the nearest known name.
 
 _KERNELS = "Kernels and fusions follow from the host and --transformer-impl: drop the flag."
 _TOKENS = "The data holds token ids already: give --vocab-size, or the --tokenizer-type that made them."
-_FP16 = "Half precision with loss scaling is not offered: use --bf16, or neither for fp32."
+_OPTIMIZER_DTYPES = (
+    "What the optimizer updates and reads, the sharding keeps: give --megatron-fsdp-main-params-dtype and "
+    "--megatron-fsdp-main-grads-dtype."
+)
 _FSDP_V1 = "This script trains with --use-megatron-fsdp-v2, or without it with megatron-core's DDP."
 _SAMPLES = "Training is counted in iterations: give --train-iters and --lr-decay-iters."
 _ITERATIONS = "The run ends after --train-iters: give that instead."
 _ONE_LR = "One learning rate serves all layers: give --lr and --min-lr."
-_FP8 = "The precisions are fp32 and --bf16: drop the flag."
+_FP8 = "The precisions are fp32, --bf16 and --fp16: drop the flag."
 _ROPE_SCALING = "Rotary frequencies follow from --rotary-base and --rotary-percent alone: drop the flag."
 _GARBAGE = "Python's garbage collector runs by itself: drop the flag."
 _PROFILE = "Write --profile-schedule FOLDER, or start the script under a profiler."
@@ -48,7 +51,10 @@ REFUSED_FLAGS: dict[str, str] = {
         ),
         _TOKENS,
     ),
-    **dict.fromkeys(("--fp16", "--loss-scale", "--initial-loss-scale", "--min-loss-scale"), _FP16),
+    **dict.fromkeys(("--main-params-dtype", "--main-grads-dtype"), _OPTIMIZER_DTYPES),
+    "--fp16-lm-cross-entropy": "The loss is computed in fp32 from logits of any dtype: drop the flag.",
+    "--overlap-param-gather-with-optimizer-step": "With --use-megatron-fsdp-v2 the step writes shards, and forward "
+    "gathers them a unit ahead: there is no gather to start within the step. Drop the flag.",
     **dict.fromkeys(("--fsdp", "--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"), _FSDP_V1),
     **dict.fromkeys(("--train-samples", "--lr-decay-samples", "--lr-warmup-samples"), _SAMPLES),
     **dict.fromkeys(
@@ -76,5 +82,4 @@ REFUSED_FLAGS: dict[str, str] = {
     "--moe-grouped-gemm": "Experts run one after another; grouped products need kernels that were not tried: drop it.",
     "--rampup-batch-size": "The global batch size is constant: give --global-batch-size instead.",
     "--use-rotary-position-embeddings": "Write --position-embedding-type rope.",
-    "--accumulate-allreduce-grads-in-fp32": "It is so unless --grad-reduce-in-bf16: drop the flag.",
 }

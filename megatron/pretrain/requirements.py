@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.pretrain.moe_flags import EXPERT_FLAGS, balances_by_loss
+from megatron.pretrain.precision_flags import DYNAMIC_SCALE_FLAGS, MOMENT_FLAGS, has_dynamic_scale
 from megatron.pretrain.prediction_flags import PREDICTION_FLAGS
 from megatron.pretrain.recompute_flags import FULL_RECOMPUTE_FLAGS, SELECTIVE_RECOMPUTE_FLAGS
 
@@ -21,6 +22,7 @@ FSDP_V2_FLAGS = (
     "--megatron-fsdp-main-params-dtype",
     "--megatron-fsdp-main-grads-dtype",
     "--megatron-fsdp-grad-comm-dtype",
+    "--use-precision-aware-optimizer",
     "--megatron-fsdp-static-gradients",
     "--cuda-graph-impl",
     "--cuda-graph-warmup-steps",
@@ -131,6 +133,20 @@ REQUIREMENTS = (
         lambda a: a.weight_decay_incr_style == "constant",
     ),
     _R(("--grad-reduce-in-bf16",), "--bf16", lambda a: a.bf16),
+    _R(
+        ("--accumulate-allreduce-grads-in-fp32",),
+        "--fp16 (otherwise it is so unless --grad-reduce-in-bf16)",
+        lambda a: a.fp16,
+    ),
+    _R(("--loss-scale",), "--fp16 or --bf16", lambda a: a.fp16 or a.bf16),
+    _R(DYNAMIC_SCALE_FLAGS, "--fp16 without --loss-scale", has_dynamic_scale),
+    _R(
+        ("--no-check-for-nan-in-loss-and-grad",),
+        "no --fp16, or a constant --loss-scale (a dynamic one skips and lowers itself instead)",
+        lambda a: not has_dynamic_scale(a),
+    ),
+    _R(("--use-precision-aware-optimizer",), "--optimizer adam", lambda a: a.optimizer == "adam"),
+    _R(MOMENT_FLAGS, "--use-precision-aware-optimizer", lambda a: a.use_precision_aware_optimizer),
     _R(("--cuda-graph-warmup-steps",), "--cuda-graph-impl full_iteration", lambda a: a.cuda_graph_impl != "none"),
     _R(FSDP_V2_FLAGS, "--use-megatron-fsdp-v2", lambda a: a.use_megatron_fsdp_v2),
     _R(

@@ -26,7 +26,8 @@ from megatron.core.distributed.fsdp.experimental.checkpoint import (
     write_manifest,
 )
 from megatron.core.distributed.fsdp.torch_dist_checkpoint import TorchDistCheckpoint
-from megatron.core.distributed.fsdp.torch_dist_groups import match_groups, saved_groups
+from megatron.core.distributed.fsdp.torch_dist_groups import match_groups, saved_groups, saved_scaler
+from megatron.core.optimizer.fully_sharded_optimizer_state import load_scaler_state
 from megatron.pretrain.fsdp_dtensor import VERSION, keeping_bounds, load_schedule, plain_arguments
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class TorchDistSource:
             if loads_optimizer:
                 with keeping_bounds(state):
                     _set_groups(state.optimizer, groups)
+                load_scaler_state(state.optimizer.grad_scaler, saved_scaler(common))
                 load_schedule(state.scheduler, dict(common.get("opt_param_scheduler") or {}), self.path)
 
 

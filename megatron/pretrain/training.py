@@ -36,7 +36,8 @@ from megatron.pretrain.context_parallel import cut_sequences
 from megatron.pretrain.data import Batch, DataIterators
 from megatron.pretrain.full_iteration import FullIteration, IterationResult, require_gpu
 from megatron.pretrain.log import StepResult, TrainingLog
-from megatron.pretrain.model import build_model
+from megatron.pretrain.model import DTYPES, build_model
+from megatron.pretrain.precision_flags import compute_dtype, optimizer_dtypes
 from megatron.pretrain.profiling import ScheduleProfiler
 from megatron.pretrain.stages import iterators_of, losses_on_every_stage, seed_of_stage
 
@@ -147,8 +148,8 @@ def train_step(state: TrainState) -> StepResult:
     total, num_tokens = _sum_over_ranks(result.losses)
     return StepResult(
         lm_loss=total / num_tokens if num_tokens else math.nan,
-        grad_norm=None if result.grad_norm is None else float(result.grad_norm),
-        num_zeros=float(result.num_zeros) if args.log_num_zeros_in_grad else result.num_zeros,
+        grad_norm=_counted(result.grad_norm),
+        num_zeros=_counted(result.num_zeros) if args.log_num_zeros_in_grad else result.num_zeros,
         loss_scale=float(optimizer.get_loss_scale()),
         learning_rate=_current_learning_rate(optimizer),
         is_skipped=not result.is_updated,
@@ -259,6 +260,11 @@ def _sum_losses(args: argparse.Namespace, mask: torch.Tensor, token_losses: torc
     return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total.dtype)])}
 
 
+def _counted(value: Any) -> float | None:
+    """Return a statistic as a number; a skipped update has none."""
+    return None if value is None else float(value)
+
+
 def _check_losses(losses: torch.Tensor) -> None:
     """Refuse sums of losses, [microbatches, ...], that are no numbers; waits for the device."""
     found = losses[:, 0]
@@ -319,11 +325,25 @@ def _build_optimizer(args: argparse.Namespace, chunks: list[MegatronModule]) -> 
         clip_grad=args.clip_grad,
         log_num_zeros_in_grad=args.log_num_zeros_in_grad,
         bf16=args.bf16,
-        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
-        use_distributed_optimizer=args.use_distributed_optimizer,
+        fp16=args.fp16,
+        params_dtype=DTYPES[compute_dtype(args)],
+        loss_scale=args.loss_scale,
+        initial_loss_scale=args.initial_loss_scale,
+        min_loss_scale=args.min_loss_scale,
+        loss_scale_window=args.loss_scale_window,
+        hysteresis=args.hysteresis,
         overlap_param_gather=args.overlap_param_gather,
+        **_precision_aware(args),
     )
     return get_megatron_optimizer(config, chunks)
+
+
+def _precision_aware(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a precision-aware optimizer, which megatron-core ties to its distributed one."""
+    if not args.use_precision_aware_optimizer:
+        return {"use_distributed_optimizer": args.use_distributed_optimizer}
+    dtypes = {field: DTYPES[name] for field, name in optimizer_dtypes(args).items()}
+    return {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True, **dtypes}
 
 
 def _build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:

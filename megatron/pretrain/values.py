@@ -38,6 +38,17 @@ def number(at_least: float, at_most: float = float("inf")) -> Callable[[str], fl
     return convert
 
 
+def above_zero(word: str) -> float:
+    """Convert a finite number above 0."""
+    try:
+        value = float(word)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {word!r}")
+    return value
+
+
 def decay(word: str) -> float:
     """Convert the decay of a moment: with 1 it would never take in a gradient."""
     try:

@@ -101,6 +101,16 @@ def test_biases_of_experts_stay_their_own_under_tensor_parallelism() -> None:
         assert found.series(name) == pytest.approx(expected.series(name), rel=5e-6), name
 
 
+def test_experts_drawn_on_the_host_are_the_same_however_ranks_share_them() -> None:
+    """With one generator for all ranks, each would draw the same few experts as the others."""
+    words = (V2, *MODEL.split(), *LOSSES.split(), "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall")
+    words = (*words, "--use-cpu-initialization", "--global-batch-size", "8")
+    expected = launch_once(words, 2)
+    found = launch_once((*words, "--expert-model-parallel-size", "2"), 2)
+    for name in ("lm_loss", "grad_norm", "load_balancing_loss"):
+        assert found.series(name) == pytest.approx(expected.series(name), rel=TOLERANCE), name
+
+
 def test_losses_of_routers_are_in_the_log_line() -> None:
     run = run_of("ep2", V2, "--data-parallel-sharding-strategy", "optim_grads_params")
     for name in ("load_balancing_loss", "z_loss"):

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.core.distributed.fsdp.experimental import (
     MixedPrecisionPolicy,
@@ -32,7 +32,7 @@ from megatron.core.distributed.fsdp.experimental import (
     fully_shard_context,
     fully_shard_optimizer,
 )
-from megatron.core.distributed.fsdp.experimental.agreement import checksum_of
+from megatron.core.distributed.fsdp.experimental.agreement import Agreement, UnitRecord, checksum_of
 from megatron.core.distributed.fsdp.experimental.lockstep import _check_from_environment
 from tests.unit_tests.launch import DEVICE, run_ranks, run_ranks_expecting
 from tests.unit_tests.models import build, shard_layers
@@ -154,6 +154,19 @@ def _two_groups() -> None:
 
 def test_groups_need_not_agree_with_each_other() -> None:
     run_ranks(4, _two_groups)
+
+
+def _other_description() -> bool:
+    """Rank 3 alone differs: ranks 0 and 1 learn of it through the others' groups, and none waits for the end."""
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("outer", "inner"))
+    record = UnitRecord((), (mesh.get_group(0), mesh.get_group(1)), torch.zeros((), dtype=torch.int64))
+    agreement = Agreement([record], torch.device(DEVICE))
+    assert agreement("one")
+    return agreement("another" if dist.get_rank() == 3 else "one")
+
+
+def test_what_differs_in_one_group_is_known_in_the_others() -> None:
+    assert run_ranks(4, _other_description) == [False] * 4
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -859,6 +860,59 @@ def test_incomplete_state_and_plain_state_dicts_are_refused() -> None:
     run_ranks(2, _load_refusals)
 
 
+def _scaler_state(optimizer_name: str) -> None:
+    """A run whose updates have all been skipped, and one that goes on from it, come to the same bits and scales."""
+    start()
+    settings: dict[str, Any] = {
+        "fp16": True,
+        "params_dtype": FP16,
+        "optimizer": optimizer_name,
+        "loss_scale_window": 2,
+        "hysteresis": 2,
+    }
+    with cpu_shim():
+        chunks = [wrap(build_tower(FP16)) for _ in range(2)]
+        first = build_optimizer(chunks[0], initial_loss_scale=2.0**10, **settings)
+        for step, value in enumerate((float("inf"), float("nan"))):
+            _scaled_backward(chunks[0], first, step)
+            _poison(chunks[0], value)
+            assert first.step() == (False, None, None)
+        saved = first.sharded_state_dict(None)
+        assert saved["grad_scaler"] == {"scale": 2.0**9, "growth_tracker": 0, "hysteresis_tracker": 0}
+        assert_same_on_all_ranks(saved["grad_scaler"])
+        assert len(saved["state"]) == 7
+        assert not any(bool(m.any()) for state in full_state(first, chunks[0]).values() for m in state.values())
+        second = build_optimizer(chunks[1], initial_loss_scale=2.0**4, **settings)
+        wanted = second.sharded_state_dict(None, is_loading=True)
+        assert wanted["state"].keys() == saved["state"].keys()
+        second.load_state_dict({**wanted, "grad_scaler": saved["grad_scaler"]})
+        for step in range(2, 6):
+            for chunk, optimizer in zip(chunks, (first, second), strict=True):
+                _scaled_backward(chunk, optimizer, step)
+                if step == 3:
+                    _poison(chunk, float("inf"))
+                assert optimizer.step()[0] is (step != 3)
+            assert first.grad_scaler.state_dict() == second.grad_scaler.state_dict()
+            assert_equal(full_weights(chunks[0]), full_weights(chunks[1]))
+        assert first.get_loss_scale().item() == 2.0**9  # halved by the third overflow, doubled by two steps
+
+        plain = {key: value for key, value in saved.items() if key != "grad_scaler"}
+        with pytest.warns(UserWarning, match=r"expected the state of a dynamic loss scaler, got none, .* scale is 512"):
+            first.load_state_dict(plain)
+        with pytest.raises(KeyError, match=r"of the loss scaler, got none for \['growth_tracker', 'hysteresis_tracker"):
+            first.load_state_dict({**plain, "grad_scaler": {"scale": 8.0}})
+        assert first.get_loss_scale().item() == 2.0**9
+        constant = build_optimizer(wrap(build_tower(FP16)), loss_scale=4.0, **settings)
+        constant.load_state_dict({**constant.sharded_state_dict(None, is_loading=True), "grad_scaler": {"scale": 8.0}})
+        assert "grad_scaler" not in constant.sharded_state_dict(None)
+        assert constant.get_loss_scale().item() == 4.0
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_the_loss_scaler_goes_on_where_it_was(name: str) -> None:
+    run_ranks(2, _scaler_state, name)
+
+
 # --- factory and refusals ---------------------------------------------------------------------------------------------
 
 
@@ -927,6 +981,59 @@ def test_groups_and_overrides_are_used() -> None:
     run_ranks(2, _process_groups)
 
 
+def _overrides() -> None:
+    """Rates and decays by name, by attribute and by predicate, under megatron-core's schedule, as torch's groups."""
+    start()
+    reference, tower = build_tower(), build_tower()
+    tower.net.layers[1].weight.is_marked = True
+    shape = tower.net.layers[0].bias.shape
+    chunk = wrap(tower)
+    config = optimizer_config(lr=0.02, min_lr=0.002, adam_eps=1e-6)
+    named = {"max_lr": 0.05, "min_lr": 0.04}
+    marked = {"wd_mult": 0.5, "start_wd": 0.2, "end_wd": 0.4}
+    overrides: dict[Any, Any] = {
+        **mcore_optimizer.get_standard_config_overrides(config),
+        ParamKey(name="*layers.2.weight"): named,
+        ParamKey(attr="is_marked"): marked,
+        ParamKey(predicate=ParamPredicate("one", lambda parameter: parameter.shape == shape)): {"max_lr": 0.01},
+    }
+    optimizer: Any = get_megatron_optimizer(config, [chunk], config_overrides=overrides)
+    plain = {"max_lr": 0.02, "min_lr": 0.002}
+    groups: dict[str, dict[str, Any]] = {}
+    for name, parameter in reference.named_parameters():
+        wanted = {**plain, "wd_mult": float(parameter.ndim > 1 and not name.endswith("bias"))}
+        wanted |= named if name == "net.layers.2.weight" else {}
+        wanted |= marked if name == "net.layers.1.weight" else {}
+        wanted |= {"max_lr": 0.01} if parameter.shape == shape else {}
+        groups[name] = {"params": [parameter], **wanted}
+        meta = optimizer.sharded_state_dict(None)["param_to_group_meta"][f"module.{name}"]
+        assert {key: meta.get(key) for key in wanted} == wanted, name
+    assert len({tuple(sorted(str(v) for k, v in g.items() if k != "params")) for g in groups.values()}) == len(
+        optimizer.param_groups
+    )
+    assert {group["max_lr"] for group in optimizer.param_groups} == {0.05, 0.02, 0.01}
+    theirs = torch.optim.AdamW(groups.values(), lr=0.02, betas=(0.9, 0.999), eps=1e-6)
+    schedulers = [_scheduler(optimizer), _scheduler(theirs)]
+    for step in range(4):
+        optimizer.zero_grad()
+        theirs.zero_grad()
+        tower_loss(chunk.module, step, 0, my_rank()).backward()
+        for rank in range(dist.get_world_size()):
+            (tower_loss(reference, step, 0, rank) / dist.get_world_size()).backward()
+        optimizer.step()
+        theirs.step()
+        for scheduler in schedulers:
+            scheduler.step(1)
+    # As in _parity: Adam's update is a ratio.
+    assert_close(full_weights(chunk), {key: p.detach() for key, p in reference.named_parameters()}, rtol=1e-4)
+    with pytest.raises(ValueError, match="Field optimizer should not be over"):
+        get_megatron_optimizer(config, [chunk], config_overrides={ParamKey(name="*"): {"optimizer": "sgd"}})
+
+
+def test_overrides_reach_the_groups_of_the_base_optimizer() -> None:
+    run_ranks(2, _overrides)
+
+
 def test_the_base_optimizer_is_the_one_megatron_core_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [{"params": [nn.Parameter(torch.ones(2))]}]
 
@@ -949,7 +1056,6 @@ def test_the_base_optimizer_is_the_one_megatron_core_would_use(monkeypatch: pyte
 
 REFUSED = (
     "optimizer_cpu_offload",
-    "overlap_param_gather_with_optimizer_step",
     "reuse_grad_buf_for_mxfp8_param_ag",
     "optimizer_cuda_graph",
     "use_layer_wise_distributed_optimizer",
@@ -967,6 +1073,10 @@ def _refusals() -> None:
             get_megatron_optimizer(config, [chunk])
         with pytest.raises(NotImplementedError, match=match):
             FullyShardedOptimizer(torch.optim.SGD(chunk.parameters()), config, None, None, [chunk])
+    config = optimizer_config(overlap_param_gather_with_optimizer_step=True)
+    match = r"overlap_param_gather_with_optimizer_step: expected False .* no gather for it to start: .* Drop --ov"
+    with pytest.raises(NotImplementedError, match=match):
+        get_megatron_optimizer(config, [chunk])
     config = optimizer_config()
     config.grad_norm_skip_threshold = 3.0
     with pytest.raises(NotImplementedError, match=r"grad_norm_skip_threshold: expected inf, got 3\.0"):

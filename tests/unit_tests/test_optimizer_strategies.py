@@ -321,28 +321,36 @@ def test_chained_children_clip_by_their_joint_norm(layout: Layout) -> None:
 
 
 def _chained_overflow(layout: Layout) -> None:
+    """Each child has a scaler of its own: both must come to the same decision, whichever has the overflow."""
     start()
     with cpu_shim():
         chunk = _chunk(layout, FP16, main_grads_dtype=FP16)
-        chained = ChainedOptimizer(_children(chunk, fp16=True, params_dtype=FP16, clip_grad=1.0))
-        weights = full_weights(chunk)
-        _backward(chunk, 0, chained.get_loss_scale())
-        kept = [p.grad for p in chunk.parameters()]
-        if my_rank() == dist.get_world_size() - 1:
-            for parameter in chunk.parameters():
-                if parameter.ndim == 1 and parameter.grad.to_local().numel():
-                    parameter.grad.to_local().view(-1)[0] = math.inf
-                    break
-            else:
-                raise AssertionError("the last rank owns nothing")
-        assert chained.step() == (False, None, None)
-        assert_equal(full_weights(chunk), weights)
-        chained.zero_grad(set_to_none=False)
-        assert all(p.grad is gradient for p, gradient in zip(chunk.parameters(), kept, strict=True))
-        assert not any(bool(gradient.any()) for gradient in full_gradients(chunk).values())
-        _backward(chunk, 1, chained.get_loss_scale())
-        assert chained.step()[0] is True
-        assert not all(torch.equal(new, weights[name]) for name, new in full_weights(chunk).items())
+        children = _children(chunk, fp16=True, params_dtype=FP16, clip_grad=1.0)
+        chained = ChainedOptimizer(children)
+        for step, ndim in enumerate((1, 2)):
+            weights, state = full_weights(chunk), [copy.deepcopy(full_state(child, chunk)) for child in children]
+            chained.zero_grad()
+            _backward(chunk, 2 * step, chained.get_loss_scale())
+            kept = [p.grad for p in chunk.parameters()]
+            if my_rank() == dist.get_world_size() - 1:
+                for parameter in chunk.parameters():
+                    if parameter.ndim == ndim and parameter.grad.to_local().numel():
+                        parameter.grad.to_local().view(-1)[0] = math.inf
+                        break
+                else:
+                    raise AssertionError("the last rank owns nothing")
+            assert chained.step() == (False, None, None)
+            assert_equal(full_weights(chunk), weights)
+            for child, before in zip(children, state, strict=True):
+                assert_equal(full_state(child, chunk), before)
+                assert child.grad_scaler.state_dict()["growth_tracker"] == 0
+                assert child.get_loss_scale().item() == 2.0 ** (9 - step)
+            chained.zero_grad(set_to_none=False)
+            assert all(p.grad is gradient for p, gradient in zip(chunk.parameters(), kept, strict=True))
+            assert not any(bool(gradient.any()) for gradient in full_gradients(chunk).values())
+            _backward(chunk, 2 * step + 1, chained.get_loss_scale())
+            assert chained.step()[0] is True
+            assert not all(torch.equal(new, weights[name]) for name, new in full_weights(chunk).items())
 
 
 @over_layouts
@@ -482,6 +490,16 @@ def _precision_aware_refusals() -> None:
         match = rf"use_precision_aware_optimizer: expected an Adam with use_decoupled_grad, got {kind}\. Install Trans"
         with pytest.raises(ValueError, match=match):
             get_megatron_optimizer(_make_precision_aware(optimizer_config(optimizer=name)), [chunk])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours_config.mcore_optimizer, "Adam", DecoupledAdamW)
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            config = _make_precision_aware(optimizer_config())
+            setattr(config, name, FP16)
+            flag = f"--{name.replace('_', '-')}"
+            match = rf"{name}: expected torch.float32 or torch.bfloat16 .*, got torch.float16, .* Set {flag} to one of"
+            with pytest.raises(NotImplementedError, match=match):
+                get_megatron_optimizer(config, [chunk])
 
 
 def test_precision_aware_refusals() -> None:

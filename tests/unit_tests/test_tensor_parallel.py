@@ -309,3 +309,23 @@ def test_pieces_are_disjoint_and_whole(size: int, stride: int, block: int, other
                     seen[where] += 1
             assert position == stop
     assert bool((seen == 1).all())
+
+
+def _other_copy(place: int) -> str:
+    """One rank has another norm in the second layer; its piece of the first matrix is its own in any case."""
+    mesh = _mesh()
+    model = nn.Sequential(*[Gated(index, mesh.get_group("tp")) for index in range(2)]).to(DEVICE)
+    if dist.get_rank() == place:
+        with torch.no_grad():
+            model[1].norm[2] += 1
+    with fully_shard_context(DEVICE):
+        fully_shard(model, mesh, Placements.from_strategy("optim", dp_axes=("dp",)), MixedPrecisionPolicy(None))
+    _loss(model, _batch(0, 0))
+    raise AssertionError("a forward with other copies")
+
+
+def test_copies_that_differ_between_tensor_parallel_ranks_are_named_on_all_ranks() -> None:
+    for rank, message in enumerate(run_ranks_expecting(4, RuntimeError, _other_copy, 3)):
+        assert f"initial weights that ranks {[[0, 1], [2, 3]][rank // 2]} of model parallelism hold" in message
+        where = "on ranks 2 and 3 for 1.norm of unit" if rank > 1 else "on other ranks, which name them"
+        assert where in message

@@ -37,7 +37,12 @@ from megatron.core.optimizer.fully_sharded_optimizer_config import (
     grad_scaler_of,
 )
 from megatron.core.optimizer.fully_sharded_optimizer_gradients import WideGradients
-from megatron.core.optimizer.fully_sharded_optimizer_state import load_sharded_state, sharded_state
+from megatron.core.optimizer.fully_sharded_optimizer_state import (
+    load_scaler_state,
+    load_sharded_state,
+    scaler_state,
+    sharded_state,
+)
 
 _grad_of = attrgetter("grad")
 
@@ -108,6 +113,9 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         # Without it the base class would reduce statistics over model parallelism only: a norm of one shard.
         self.grad_stats_parallel_group = model_chunks[0].model_group
         self._known_statistics: GradientStatistics | None = None
+        stepped = {id(parameter) for parameter in self.get_parameters()}
+        self._siblings = [p for chunk in model_chunks for p in chunk.parameters() if id(p) not in stepped]
+        self._sibling_statistics = GradientStatistics(self.grad_stats_parallel_group, self.device)
         self._wide_gradients = WideGradients()
         self._check_ownership()
 
@@ -193,6 +201,25 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
             self._restore_gradients()
         return is_updated
 
+    def _unscale_main_grads_and_check_for_nan(self) -> bool:
+        """Unscale this optimizer's gradients; return whether any of the chunks' is not finite on any rank.
+
+        Those that a sibling in a ChainedOptimizer steps count, too: each has a loss scaler of its own, and scalers that
+        decide otherwise would unscale by another factor than the one that the loss has been scaled by.
+        """
+        assert self.grad_scaler is not None
+        self.found_inf.fill_(0.0)
+        for gradients, factor in (
+            (self._collect_main_grad_data_for_unscaling(), self.grad_scaler.inv_scale),
+            (self._sibling_statistics.local_gradients(self._siblings), self._scale_one),
+        ):
+            if gradients:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found_inf, factor)
+        torch.distributed.all_reduce(
+            self.found_inf, torch.distributed.ReduceOp.MAX, group=self.get_grad_stats_parallel_group()
+        )
+        return self.found_inf.item() > 0
+
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         """Return this rank's parts of the gradients, for the loss scaler to unscale in place."""
         return self._statistics.local_gradients(self.get_parameters())
@@ -263,25 +290,35 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
 
         Args:
             model_sharded_state_dict: part of the interface; state is read from the optimizer itself.
-            is_loading: create state that does not exist yet, so that a load has tensors to write into.
+            is_loading: create state that does not exist yet, so that a load has tensors to write into. With a loss
+                scaler it is created for a save, too, if every update so far has been skipped.
             metadata: part of the interface; the format has no options.
 
         Returns:
-            ``{"state": {fqn: {"exp_avg": DTensor, ...}}, "param_to_group_meta": {fqn: {"lr": ..., ...}}}``. The
-            DTensors share memory with the optimizer.
+            ``{"state": {fqn: {"exp_avg": DTensor, ...}}, "param_to_group_meta": {fqn: {"lr": ..., ...}}}``, and with a
+            dynamic loss scaler ``"grad_scaler"``, its numbers. The DTensors share memory with the optimizer.
         """
         if is_loading:
             self._create_state()
-        return sharded_state(self.optimizer, self._named_parameters())
+        found = sharded_state(self.optimizer, self._named_parameters())
+        if self.grad_scaler is not None and not found["state"]:
+            self._create_state()
+            found = sharded_state(self.optimizer, self._named_parameters())
+        scaler = scaler_state(self.grad_scaler)
+        return {**found, "grad_scaler": scaler} if scaler else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `sharded_state_dict` returned, after a checkpoint has been read into it.
 
         Raises:
-            KeyError: parameters are missing from it, or unknown.
+            KeyError: parameters are missing from it, or unknown, or part of the loss scaler's state is missing.
             ValueError: parameters of one group have different settings in it.
+
+        Warns:
+            UserWarning: it has no state of a loss scaler, and there is a dynamic one.
         """
         load_sharded_state(self.optimizer, self._named_parameters(), state_dict)
+        load_scaler_state(self.grad_scaler, state_dict.get("grad_scaler", {}))
 
     def _create_state(self) -> None:
         """Make the base optimizer create its state, without moving a weight or a step count."""

@@ -20,7 +20,6 @@ from megatron.core import optimizer as mcore_optimizer
 
 _UNSUPPORTED = (
     "optimizer_cpu_offload",
-    "overlap_param_gather_with_optimizer_step",
     "reuse_grad_buf_for_mxfp8_param_ag",
     "optimizer_cuda_graph",
     "use_layer_wise_distributed_optimizer",
@@ -39,6 +38,12 @@ def check_config(config: OptimizerConfig) -> None:
                 f"OptimizerConfig.{name}: expected False, got True; not supported with Megatron-FSDP v2 yet. "
                 f"Drop --{name.replace('_', '-')}."
             )
+    if config.overlap_param_gather_with_optimizer_step:
+        raise NotImplementedError(
+            "OptimizerConfig.overlap_param_gather_with_optimizer_step: expected False with Megatron-FSDP v2, got True. "
+            "There is no gather for it to start: the step writes shards, which forward gathers unit by unit. "
+            "Drop --overlap-param-gather-with-optimizer-step."
+        )
     threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
     if math.isfinite(threshold):
         raise NotImplementedError(
@@ -126,6 +131,13 @@ def _precision_aware_settings(config: OptimizerConfig) -> dict[str, Any]:
             "OptimizerConfig.use_precision_aware_optimizer: expected an Adam with use_decoupled_grad, got "
             f"{kind}. Install TransformerEngine, or drop --use-precision-aware-optimizer."
         )
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if (dtype := getattr(config, name)) not in (torch.float32, torch.bfloat16):
+            raise NotImplementedError(
+                f"OptimizerConfig.{name}: expected torch.float32 or torch.bfloat16 with Megatron-FSDP v2, got {dtype}, "
+                "whose scales TransformerEngine keeps to itself, so that checkpoints would lack them. Set "
+                f"--{name.replace('_', '-')} to one of the two."
+            )
     return {
         "use_decoupled_grad": True,
         "master_weights": False,

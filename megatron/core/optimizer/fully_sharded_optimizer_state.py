@@ -1,14 +1,18 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""State of an adapted optimizer by parameter name, as checkpoints in the fsdp_dtensor format hold it.
+"""State of an adapted optimizer by parameter name, as fsdp_dtensor checkpoints hold it, and that of a loss scaler.
 
 It reads and writes no files, and knows no model: names are given.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
+
+import torch
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 
 from megatron.core.distributed.fsdp.experimental import CheckpointError, FsdpDTensor
 from megatron.core.distributed.fsdp.experimental.checkpoint import (
@@ -31,6 +35,41 @@ def sharded_state(optimizer: Any, named: Mapping[str, FsdpDTensor]) -> dict[str,
         share memory with the optimizer.
     """
     return {"state": state_by_name(optimizer, named), "param_to_group_meta": settings_by_name(optimizer, named)}
+
+
+def scaler_state(scaler: MegatronGradScaler | None) -> dict[str, float]:
+    """Return what a loss scaler must remember, in plain numbers, equal on every rank; nothing of a constant one."""
+    state = {} if scaler is None else scaler.state_dict()
+    return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def load_scaler_state(scaler: MegatronGradScaler | None, saved: Mapping[str, Any]) -> None:
+    """Give a loss scaler what `scaler_state` returned; nothing to none, and to a constant one.
+
+    Raises:
+        KeyError: some of it is missing.
+
+    Warns:
+        UserWarning: there is nothing, and the scaler would remember something.
+    """
+    wanted = scaler_state(scaler)
+    if scaler is None or not wanted:
+        return
+    if not saved:
+        warnings.warn(
+            "FullyShardedOptimizer.load_state_dict: expected the state of a dynamic loss scaler, got none, as of a run "
+            f"without one. The loss scale is {wanted['scale']:g}, from the config.",
+            stacklevel=2,
+        )
+        return
+    if missing := wanted.keys() - saved.keys():
+        raise KeyError(
+            f"FullyShardedOptimizer.load_state_dict: expected {sorted(wanted)} of the loss scaler, got none for "
+            f"{sorted(missing)}. Load a checkpoint that is whole."
+        )
+    state = {key: saved[key] for key in wanted}
+    state["scale"] = torch.full_like(scaler.scale, float(saved["scale"]))
+    scaler.load_state_dict(state)
 
 
 def load_sharded_state(optimizer: Any, named: Mapping[str, FsdpDTensor], state_dict: Mapping[str, Any]) -> None:

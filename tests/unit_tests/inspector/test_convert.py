@@ -268,6 +268,28 @@ def test_no_part_is_larger_than_memory_allows(
     assert max(numels) == 40, "a fifth of 800 bytes, of 4 each"
 
 
+def test_the_loss_scaler_is_kept(tmp_path: Path) -> None:
+    """megatron-core has it beside its optimizer's groups, the scale in a tensor; a chain has one a child, all equal."""
+    scaler = {"scale": torch.tensor([512.0]), "growth_tracker": 3, "hysteresis_tracker": 1}
+    child = {"optimizer": {"param_groups": [{"wd_mult": 1.0, "lr": 0.1}]}, "grad_scaler": scaler}
+    tensors = {"w": torch.ones(2, 2), "optimizer.state.exp_avg.w": torch.ones(2, 2)}
+    content = {"content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"}, "iteration": 3}
+    for name, optimizer in (("one", child), ("chain", {0: child, 1: child})):
+        folder = tmp_path / name
+        _torch_dist(folder, tensors, {**content, "optimizer": optimizer})
+        words = ("--no-swiglu", "--transformer-impl", "local")
+        assert _convert(folder, tmp_path / f"{name}_fsdp", "--to", "fsdp_dtensor", *words) == 0
+        metadata = load_metadata(tmp_path / f"{name}_fsdp")
+        for key, value in {"scale": 512.0, "growth_tracker": 3, "hysteresis_tracker": 1}.items():
+            found = load_entry(tmp_path / f"{name}_fsdp", metadata, f"optimizer.grad_scaler.{key}")
+            assert found == value and type(found) is type(value)
+    assert _convert(tmp_path / "one_fsdp", tmp_path / "back", "--to", "torch_dist") == 0
+    back = torch.load(tmp_path / "back" / "common.pt", weights_only=False)["optimizer"]
+    assert back["grad_scaler"] == scaler and back["optimizer"]["param_groups"][0]["lr"] == 0.1
+    assert _convert(tmp_path / "one_fsdp", tmp_path / "weights", "--to", "torch_dist", "--weights-only") == 0
+    assert "optimizer" not in torch.load(tmp_path / "weights" / "common.pt", weights_only=False)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -97,7 +97,10 @@ def _resume(folder: str, dropout: str) -> None:
         assert f"successfully loaded checkpoint from {background}/iter_0000007 at iteration 7" in " ".join(third)
 
 
-@pytest.mark.parametrize("dropout", [" --hidden-dropout 0.2", " --attention-dropout 0 --hidden-dropout 0 --bf16"])
+FP16 = " --hidden-dropout 0 --fp16 --initial-loss-scale 2097152 --loss-scale-window 2 --hysteresis 1"
+
+
+@pytest.mark.parametrize("dropout", [" --hidden-dropout 0.2", " --attention-dropout 0 --hidden-dropout 0 --bf16", FP16])
 def test_a_resumed_run_prints_what_the_straight_one_does(dropout: str, tmp_path: Path) -> None:
     run_ranks(2, _resume, str(tmp_path), dropout, timeout_s=120)
 

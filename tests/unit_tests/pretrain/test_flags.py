@@ -13,7 +13,7 @@ import megatron.core.distributed
 import megatron.core.optimizer
 import megatron.core.optimizer.fully_sharded_optimizer
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_adapter
-from megatron.pretrain import data, model, training
+from megatron.pretrain import data, model, precision_flags, training
 from megatron.pretrain.arguments import _build_parser
 from megatron.pretrain.main import read_command
 from megatron.pretrain.requirements import CHECKPOINT_FLAGS
@@ -60,6 +60,9 @@ CASES = [
      "mtp_loss_scaling_factor", 0.5),
     ("--bf16", "config", "bf16", True),
     ("--bf16", "config", "params_dtype", torch.bfloat16),
+    ("--fp16", "config", "fp16", True),
+    ("--fp16", "config", "params_dtype", torch.float16),
+    ("--fp16", "config", "pipeline_dtype", torch.float16),
     (f"--num-experts 4 {NO_BIAS}", "config", "num_moe_experts", 4),
     (f"--moe-ffn-hidden-size 24 {MOE}", "config", "moe_ffn_hidden_size", 24),
     (f"--moe-router-topk 3 {MOE}", "config", "moe_router_topk", 3),
@@ -113,6 +116,14 @@ CASES = [
     ("--weight-decay 0.5", "scheduler", "end_wd", 0.5),
     ("--log-num-zeros-in-grad", "optimizer", "log_num_zeros_in_grad", True),
     ("--bf16", "optimizer", "bf16", True),
+    ("--fp16", "optimizer", "fp16", True),
+    ("--fp16", "optimizer", "params_dtype", torch.float16),
+    ("--loss-scale 64 --fp16", "optimizer", "loss_scale", 64.0),
+    ("--loss-scale 64 --bf16", "optimizer", "loss_scale", 64.0),
+    ("--initial-loss-scale 64 --fp16", "optimizer", "initial_loss_scale", 64.0),
+    ("--min-loss-scale 64 --fp16", "optimizer", "min_loss_scale", 64.0),
+    ("--loss-scale-window 64 --fp16", "optimizer", "loss_scale_window", 64),
+    ("--hysteresis 3 --fp16", "optimizer", "hysteresis", 3),
     ("--use-distributed-optimizer", "optimizer", "use_distributed_optimizer", True),
     ("--overlap-param-gather --use-distributed-optimizer --overlap-grad-reduce", "optimizer",
      "overlap_param_gather", True),
@@ -137,6 +148,10 @@ CASES = [
     ("--ddp-average-in-collective", "ddp", "average_in_collective", True),
     ("--grad-reduce-in-bf16 --bf16", "ddp", "grad_reduce_in_fp32", False),
     ("--no-check-for-nan-in-loss-and-grad", "ddp", "check_for_nan_in_grad", False),
+    ("--fp16", "ddp", "grad_reduce_in_fp32", False),
+    ("--fp16", "ddp", "check_for_nan_in_grad", False),
+    (f"--fp16 {V2}", "ddp", "grad_reduce_in_fp32", False),
+    (f"--fp16 {V2}", "ddp", "check_for_nan_in_grad", False),
     (V2, "ddp", "use_megatron_fsdp_v2", True),
     (f"--grad-reduce-in-bf16 --bf16 {V2}", "ddp", "grad_reduce_in_fp32", False),
     (f"--no-check-for-nan-in-loss-and-grad {V2}", "ddp", "check_for_nan_in_grad", False),
@@ -169,6 +184,8 @@ ELSEWHERE = {
     "--tokenizer-model",
     "--transformer-impl",
     *("--cuda-graph-impl", "--cuda-graph-warmup-steps"),
+    *("--accumulate-allreduce-grads-in-fp32", "--use-precision-aware-optimizer", "--exp-avg-dtype"),
+    "--exp-avg-sq-dtype",
     "--distributed-backend",
     "--distributed-timeout-minutes",
     *(
@@ -259,6 +276,33 @@ def test_a_flag_arrives(line: str, what: str, field: str, value: object, monkeyp
     assert line == V2 or plain[field] != value, "the default is no test"
     environment = TWO_RANKS if "instances" in line else {}
     assert build(what, read_command(line.split(), environment).args, monkeypatch)[field] == value
+
+
+@pytest.mark.usefixtures("recorders")
+@pytest.mark.parametrize("wrapper", [V2, ""])
+def test_gradients_of_fp16_are_fp32_on_request_and_checked_with_a_constant_scale(
+    wrapper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = f"--accumulate-allreduce-grads-in-fp32 --fp16 --loss-scale 8 {wrapper}"
+    found = build("ddp", read_command(line.split(), {}).args, monkeypatch)
+    assert found["grad_reduce_in_fp32"] is True and found["check_for_nan_in_grad"] is True
+
+
+def test_a_precision_aware_optimizer_is_told_the_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core's config refuses itself without TransformerEngine, so that its arguments are recorded."""
+    monkeypatch.setattr(precision_flags.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(training, "OptimizerConfig", lambda **fields: fields)
+    optimizer = megatron.core.optimizer.fully_sharded_optimizer
+    monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda config, chunks: config)
+    line = f"{V2} --use-precision-aware-optimizer --fp16 --exp-avg-dtype bf16"
+    found: Any = training._build_optimizer(read_command(line.split(), {}).args, [])
+    assert found["use_precision_aware_optimizer"] is found["use_distributed_optimizer"] is True
+    assert (found["main_params_dtype"], found["main_grads_dtype"]) == (torch.float32, torch.float16)
+    assert (found["exp_avg_dtype"], found["exp_avg_sq_dtype"]) == (torch.bfloat16, torch.float32)
+    line = f"{V2} --use-precision-aware-optimizer --bf16 --megatron-fsdp-main-params-dtype auto --exp-avg-sq-dtype bf16"
+    found = training._build_optimizer(read_command(line.split(), {}).args, [])
+    assert (found["main_params_dtype"], found["main_grads_dtype"]) == (torch.bfloat16, torch.float32)
+    assert (found["exp_avg_dtype"], found["exp_avg_sq_dtype"]) == (torch.float32, torch.bfloat16)
 
 
 def test_every_flag_is_tried() -> None:

@@ -93,12 +93,34 @@ def test_the_vocabulary_holds_the_end_of_document_and_is_padded() -> None:
          "host waits for nothing, got --log-num-zeros-in-grad for --cuda-graph-impl"),
         ("--use-megatron-fsdp-v2 --cuda-graph-impl full_iteration --calculate-per-token-loss", "an iteration in which "
          "the host waits for nothing, got --calculate-per-token-loss for --cuda-graph-impl"),
+        ("--use-megatron-fsdp-v2 --cuda-graph-impl full_iteration --fp16", "an iteration in which the host waits for "
+         "nothing, got --fp16 for --cuda-graph-impl"),
+        ("--use-megatron-fsdp-v2 --cuda-graph-impl full_iteration --bf16 --loss-scale 8", "an iteration in which the "
+         "host waits for nothing, got --loss-scale for --cuda-graph-impl"),
+        ("--fp16 --bf16", "--fp16 or --bf16, got both for --fp16"),
+        ("--fp16 --min-loss-scale 8 --initial-loss-scale 4", "at most --initial-loss-scale 4, got 8 for --min-loss-sc"),
+        ("--use-megatron-fsdp-v2 --fp16 --megatron-fsdp-main-params-dtype auto", "fp32 with --fp16, in which unscaled "
+         "gradients would vanish, got auto for --megatron-fsdp-main-params-dtype"),
+        ("--use-megatron-fsdp-v2 --fp16 --accumulate-allreduce-grads-in-fp32 --megatron-fsdp-main-grads-dtype fp16",
+         "fp32 or auto with --accumulate-allreduce-grads-in-fp32, got fp16 .* Drop one of the two"),
+        ("--use-megatron-fsdp-v2 --fp16 --megatron-fsdp-grad-comm-dtype bf16", "fp16 or auto with gradients that acc"),
     ],
 )  # fmt: skip
 def test_values_that_do_not_fit_together_are_refused(line: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"expected {message}") as error:
         checked(line, world_size=2)
     assert re.fullmatch(r"[\w -]+: expected .+, got .+ for --[\w-]+\. .+\.", str(error.value))
+
+
+def test_a_precision_aware_optimizer_needs_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "--use-megatron-fsdp-v2 --use-precision-aware-optimizer"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(NotImplementedError, match=r"expected TransformerEngine, .* a Python without it for --use-prec"):
+        checked(line)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert checked(line)
+    with pytest.raises(ValueError, match="waits for nothing, got --use-precision-aware-optimizer for --cuda-graph"):
+        checked(f"{line} --cuda-graph-impl full_iteration")
 
 
 EXPERTS = "--num-experts 4 --disable-bias-linear"
@@ -300,6 +322,20 @@ IDLE = [
     "--end-weight-decay 1",
     "--weight-decay 1 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
     "--grad-reduce-in-bf16",
+    "--grad-reduce-in-bf16 --fp16",
+    "--accumulate-allreduce-grads-in-fp32",
+    "--accumulate-allreduce-grads-in-fp32 --bf16",
+    "--loss-scale 8",
+    "--initial-loss-scale 8",
+    "--initial-loss-scale 8 --fp16 --loss-scale 8",
+    "--min-loss-scale 8",
+    "--loss-scale-window 8",
+    "--hysteresis 8",
+    "--no-check-for-nan-in-loss-and-grad --fp16",
+    "--use-precision-aware-optimizer",
+    "--use-precision-aware-optimizer --optimizer sgd --use-megatron-fsdp-v2",
+    "--exp-avg-dtype bf16",
+    "--exp-avg-sq-dtype bf16",
     "--data-parallel-sharding-strategy optim",
     "--num-distributed-optimizer-instances 2",
     "--outer-dp-sharding-strategy optim --use-megatron-fsdp-v2",
@@ -373,6 +409,8 @@ def test_every_flag_of_the_table_is_tried() -> None:
         "--lr-decay-style WSD --lr-wsd-decay-iters 90 --lr-warmup-iters 10",
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "--optimizer sgd --sgd-momentum 0.5",
+        "--use-megatron-fsdp-v2 --fp16 --megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype fp16",
+        "--fp16 --loss-scale 8 --no-check-for-nan-in-loss-and-grad",
     ],
 )
 def test_flags_that_belong_together_are_accepted(line: str) -> None:

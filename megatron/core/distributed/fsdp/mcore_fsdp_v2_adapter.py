@@ -56,6 +56,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import (
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_overlap import OverlapDriver, refuse_shared_modules
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import (
     check_equal_shards,
+    find_seen_in_parts,
     find_shared_weights,
     set_apart,
 )
@@ -171,6 +172,8 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
             OverlapDriver(context, module)
         self.shared_weights = find_shared_weights(module, pg_collection)
         check_equal_shards(self.shared_weights, pg_collection)
+        # Walking all parameters costs more than the few of them do at the end of each step.
+        self.seen_in_parts = find_seen_in_parts(module, config)
         for parameter in self.module.parameters():
             parameter.__fsdp_param__ = True
 

@@ -31,6 +31,7 @@ from megatron.core.distributed.fsdp.experimental import CheckpointError, FsdpDTe
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import shared_name
 
 MODEL, STATE, SETTINGS = "model.", "optimizer.state.", "optimizer.param_to_group_meta."
+SCALER = "optimizer.grad_scaler."
 _WRAPPER = "module."
 MODEL_WRAPPERS, OPTIMIZER_WRAPPERS = _WRAPPER, 3 * _WRAPPER
 _EXTRA_STATE = "_extra_state"
@@ -138,27 +139,30 @@ def model_keys(chunk: MegatronModule) -> dict[str, torch.Tensor]:
     return {MODEL_WRAPPERS + name: tensor for name, tensor in tensors.items()}
 
 
-def optimizer_keys(optimizer: Any, chunk: MegatronModule) -> dict[str, StateByName]:
+def optimizer_keys(optimizer: Any, chunk: MegatronModule) -> dict[str, Any]:
     """Return state and settings of a FullyShardedOptimizer by a checkpoint's keys, without ``optimizer.``."""
     return optimizer_entries(optimizer.sharded_state_dict({}), chunk.config)
 
 
-def optimizer_entries(found: Mapping[str, Any], config: Any) -> dict[str, StateByName]:
+def optimizer_entries(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Return what `FullyShardedOptimizer.sharded_state_dict` has returned by a checkpoint's keys.
 
-    Tensors share memory with it, and the settings of a parameter are the same dictionary.
+    The counts of a dynamic loss scaler are among it. Tensors share memory with it, and the settings of a parameter are
+    the same dictionary.
     """
     states = {canonical_name(name): values for name, values in found["state"].items()}
     tensors = {
         name: {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
         for name, values in split_gated_states(states, config).items()
     }
+    scaler = found.get("grad_scaler")
     return {
         "state": {OPTIMIZER_WRAPPERS + name: values for name, values in tensors.items() if values},
         "param_to_group_meta": {
             OPTIMIZER_WRAPPERS + canonical_name(name): settings
             for name, settings in found["param_to_group_meta"].items()
         },
+        **({"grad_scaler": scaler} if scaler else {}),
     }
 
 
@@ -230,8 +234,8 @@ def _fused(name: str) -> str:
 
 
 def settings_keys(keys: Iterable[str]) -> list[str]:
-    """Return the keys of parameters' settings."""
-    return [key for key in keys if key.startswith(SETTINGS)]
+    """Return the keys of parameters' settings, and of a loss scaler's state."""
+    return [key for key in keys if key.startswith((SETTINGS, SCALER))]
 
 
 def load_settings(optimizer: Any, chunk: MegatronModule, entries: Mapping[str, Any]) -> None:
@@ -246,7 +250,11 @@ def load_settings(optimizer: Any, chunk: MegatronModule, entries: Mapping[str, A
         CheckpointError: a parameter has none, or those of one group differ.
     """
     saved: StateByName = {}
+    scaler: dict[str, Any] = {}
     for key, value in entries.items():
+        if key.startswith(SCALER):
+            scaler[key.removeprefix(SCALER)] = value
+            continue
         name, _, setting = canonical_name(key.removeprefix(SETTINGS)).rpartition(".")
         saved.setdefault(name, {})[setting] = value
     state = optimizer.sharded_state_dict({})
@@ -267,7 +275,7 @@ def load_settings(optimizer: Any, chunk: MegatronModule, entries: Mapping[str, A
         if _STEP in values and _STEP in meta[name]:
             values[_STEP].fill_(meta[name].pop(_STEP))
     try:
-        optimizer.load_state_dict({"state": state["state"], "param_to_group_meta": meta})
+        optimizer.load_state_dict({"state": state["state"], "param_to_group_meta": meta, "grad_scaler": scaler})
     except (KeyError, ValueError) as error:
         raise CheckpointError(str(error)) from error
 

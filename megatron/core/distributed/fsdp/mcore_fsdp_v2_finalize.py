@@ -9,7 +9,7 @@ ranks are cut alike, so that elements of one place lie at one place. Data parall
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,8 @@ from torch import nn
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads as finalize_stock_model_grads
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_adapter import is_fully_sharded
-from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import is_expert
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import find_group
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import GROUPS, stage_group
-
-_QK_NORMS = ("q_layernorm", "k_layernorm")
 
 
 def finalize_model_grads(
@@ -57,7 +54,7 @@ def finalize_model_grads(
     chunks: list[Any] = list(model)
     for chunk in chunks:
         chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
-    _add_over_tensor_parallelism(chunks, config, find_group(pg_collection, "tp"))
+    _add_over_tensor_parallelism(chunks, find_group(pg_collection, "tp"))
     _add_over_stages(chunks, pg_collection)
     if getattr(config, "moe_router_enable_expert_bias", False):
         _move_expert_biases(chunks, config, pg_collection)
@@ -73,23 +70,17 @@ def _move_expert_biases(chunks: list[Any], config: Any, pg_collection: ProcessGr
     _update_router_expert_bias(chunks, config, **groups)
 
 
-def _add_over_tensor_parallelism(chunks: Sequence[Any], config: Any, group: Any) -> None:
+def _add_over_tensor_parallelism(chunks: Sequence[Any], group: Any) -> None:
     """Add up gradients of whole tensors of which each rank has seen a part of the sequence or of the heads."""
     if group is None or group.size() == 1:
         return
     summed: list[torch.Tensor] = []
     averaged: list[torch.Tensor] = []
-    for name, parameter in _parameters(chunks):
-        averages = getattr(parameter, "average_gradients_across_tp_domain", False)
-        adds = (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or (
-            config.qk_layernorm and any(norm in name for norm in _QK_NORMS)
-        )
-        # A rank's experts are its own, although megatron-core marks their biases as if ranks shared them.
-        if not (averages or adds) or is_expert(parameter):
-            continue
-        # Asked for last: a DTensor's gradient costs more than an attribute, and most parameters are pieces.
-        if (gradient := parameter.grad) is not None:
-            (averaged if averages else summed).append(gradient.to_local())
+    for chunk in chunks:
+        for parameter, averages in chunk.seen_in_parts:
+            # A parameter that this step has not used has none.
+            if (gradient := parameter.grad) is not None:
+                (averaged if averages else summed).append(gradient.to_local())
     _reduce(summed, group)
     _reduce(averaged, group)
     for gradient in averaged:
@@ -103,12 +94,6 @@ def _add_over_stages(chunks: Sequence[Any], pg_collection: ProcessGroupCollectio
         _reduce(
             [weight.grad.to_local() for weight in weights if weight.grad is not None], stage_group(pg_collection, name)
         )
-
-
-def _parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield parameters and their names; in one order on all ranks of tensor parallelism."""
-    for chunk in chunks:
-        yield from chunk.module.named_parameters()
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that several pipeline stages hold, such as an embedding that is the output layer's as well.
+"""Weights that several ranks of model parallelism hold, such as an embedding that is the output layer's as well.
 
-Here they are found, laid out and compared; mcore_fsdp_v2_finalize.py adds up their gradients.
+Here they are found, and those of pipeline stages laid out and compared. mcore_fsdp_v2_finalize.py adds up gradients.
 
 [Note: one place on all stages]
 Gradients are added up on this rank's elements, which must be the same elements on every stage. Where elements lie in a
@@ -16,13 +16,16 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import is_expert
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import find_group
 
 GROUPS = ("embd", "pos_embd")
 """megatron-core's process groups of the stages that hold word embeddings, and position embeddings."""
 
+_QK_NORMS = ("q_layernorm", "k_layernorm")
 _COPY, _ORIGINAL = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -88,6 +91,30 @@ def _describe(weight: Any) -> str:
     kind = f"{tuple(weight.shape)} {weight.dtype}"
     kind += " frozen" if gradients is None else f" with {gradients.at.main.dtype} gradients"
     return f"{kind} at {offset} of {num_shards} shards of {shard_numel} over axes {axes}"
+
+
+def find_seen_in_parts(module: nn.Module, config: TransformerConfig) -> list[tuple[Any, bool]]:
+    """Return the weights of which each rank of tensor parallelism sees a part of the sequence or of the heads.
+
+    Args:
+        module: a chunk whose units are sharded.
+        config: of the model.
+
+    Returns:
+        In one order on all ranks of tensor parallelism; with each whether gradients are averaged instead of added up.
+    """
+    if config.tensor_model_parallel_size == 1:
+        return []
+    found: list[tuple[Any, bool]] = []
+    for name, parameter in module.named_parameters():
+        averages = getattr(parameter, "average_gradients_across_tp_domain", False)
+        adds = (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or (
+            config.qk_layernorm and any(norm in name for norm in _QK_NORMS)
+        )
+        # A rank's experts are its own, although megatron-core marks their biases as if ranks shared them.
+        if (averages or adds) and not is_expert(parameter):
+            found.append((parameter, averages))
+    return found
 
 
 def is_counted(parameter: Any) -> bool:

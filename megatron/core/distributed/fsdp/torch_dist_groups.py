@@ -48,6 +48,19 @@ def saved_groups(common: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def saved_scaler(common: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the loss scaler's state in the content of a ``common.pt``; of several optimizers the first's."""
+    nodes = [common.get("optimizer")]
+    for node in nodes:
+        if isinstance(node, Mapping) and isinstance(node.get("grad_scaler"), Mapping):
+            return dict(node["grad_scaler"])
+        if isinstance(node, (list, tuple)):
+            nodes.extend(node)
+        elif isinstance(node, Mapping):
+            nodes.extend(node.values())
+    return {}
+
+
 def identity(group: Mapping[str, Any]) -> Identity:
     """Return what tells a group apart from the others of its optimizer."""
     return tuple(group.get(key, group.get(f"pre_{key}", value)) for key, value in _TELLS_APART.items())

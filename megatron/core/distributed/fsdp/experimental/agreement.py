@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether all ranks have built the same units from the same weights; asked once, when a context is finalised.
 
+So is whether ranks of model parallelism hold the same copies of what is not cut between them.
+
 Ranks that differ would wait for each other, or mix up each other's weights. Calls that differ later are found in
 `lockstep.py`.
 
@@ -46,11 +48,15 @@ class UnitRecord:
         groups: the process groups over which the unit communicates.
         checksum: int64, 0-d, on the context's device; of the values that all ranks should have started from, without
             those that parameters built on the meta device get later.
+        copies: (name, checksum) of the parameters that are whole on all ranks of `copy_groups`.
+        copy_groups: the process groups along the mesh axes that are not data-parallel.
     """
 
     facts: tuple[tuple[str, str], ...]
     groups: tuple[dist.ProcessGroup, ...]
     checksum: torch.Tensor
+    copies: tuple[tuple[str, torch.Tensor], ...] = ()
+    copy_groups: tuple[dist.ProcessGroup, ...] = ()
 
 
 _DIRECTIONS: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
@@ -79,15 +85,20 @@ def record_unit(owned: Sequence[OwnedParameter], options: GroupOptions, register
         ("separate_communicators", repr(options.separate_communicators)),
     ]
     checksum = torch.zeros((), dtype=torch.int64, device=options.device)
+    copies: list[tuple[str, torch.Tensor]] = []
     for item in owned:
         kind = _kind(item.parameter.requires_grad)
         cut = options.model_cut(item.parameter, item.fqn)
         piece = "" if cut is None else f" cut {cut.dim}/{cut.stride}"
         facts.append((f"parameter {item.fqn}", f"{tuple(item.parameter.shape)} {item.parameter.dtype} {kind}{piece}"))
         if not item.parameter.is_meta:
-            checksum = checksum * MULTIPLIER + checksum_of(item.parameter).to(options.device)
-    groups = tuple(mesh.get_group(axis) for axis in range(len(options.placements.dp_axes)))
-    return UnitRecord(tuple(facts), groups, checksum)
+            values = checksum_of(item.parameter).to(options.device)
+            checksum = checksum * MULTIPLIER + values
+            if cut is None:
+                copies.append((item.fqn, values))
+    groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
+    num_axes = len(options.placements.dp_axes)
+    return UnitRecord(tuple(facts), groups[:num_axes], checksum, tuple(copies), groups[num_axes:])
 
 
 def _kind(is_trainable: bool) -> str:
@@ -102,7 +113,8 @@ def check_units(units: Sequence[tuple[Unit, UnitRecord]], device: torch.device) 
         device: the context's device.
 
     Raises:
-        RuntimeError: units differ; on every rank of the group, naming the first unit and what differs.
+        RuntimeError: units differ; on every rank of the group, naming the first unit and what differs. Or values do
+            that ranks along the axes of model parallelism share; on every rank of the mesh, naming the first parameter.
 
     Warns:
         UserWarning: initial values differ; on every rank of the group, naming the first unit.
@@ -113,6 +125,7 @@ def check_units(units: Sequence[tuple[Unit, UnitRecord]], device: torch.device) 
         if group.size() > 1:
             members = [(unit.name, _as_it_is_now(unit, record)) for unit, record in units if group in record.groups]
             _check_group(members, device, group)
+    _check_copies(units, device)
     _number_models(units)
 
 
@@ -158,7 +171,9 @@ class Agreement:
         # Twice, so that what differs in one group is known in the others that share ranks with it.
         for group in self._groups if len(self._groups) == 1 else self._groups * 2:
             values = torch.tensor([digest, int(is_same)], device=self._device)
-            is_same = is_same and all(_compare(values, group, "the order of units that ranks have learnt"))
+            # Asked in any case: others of the group wait for this rank.
+            found = _compare(values, group, "the order of units that ranks have learnt")
+            is_same = is_same and all(found)
         return is_same
 
 
@@ -203,6 +218,48 @@ def _check_group(units: Sequence[tuple[str, UnitRecord]], device: torch.device, 
             "checkpoint is loaded next.",
             stacklevel=2,
         )
+
+
+def _check_copies(units: Sequence[tuple[Unit, UnitRecord]], device: torch.device) -> None:
+    """Compare what ranks of model parallelism hold copies of, which would drift apart; nothing without such ranks.
+
+    Other than ranks of data parallelism, which each keep a shard, every one of them would train its own copy.
+    """
+    groups = {group.group_name: group for _, record in units for group in record.copy_groups}
+    data_groups = Agreement([record for _, record in units], device)
+    for _, group in sorted(groups.items()):
+        if group.size() == 1:
+            continue
+        copies = [
+            (unit.name, fqn, checksum & _MASK)
+            for unit, record in units
+            if group in record.copy_groups
+            for fqn, checksum in record.copies
+        ]
+        mine = torch.tensor([_digest(json.dumps([names[:2] for names in copies]).encode()), 0], device=device)
+        for _, _, checksum in copies:
+            mine[1] = (mine[1] * MULTIPLIER + checksum) & _MASK
+        is_same = all(_compare(mine, group, "weights that ranks hold copies of"))
+        if data_groups(f"copies are the same: {is_same}") and is_same:
+            continue
+        described = json.dumps([(unit, fqn, int(checksum)) for unit, fqn, checksum in copies]).encode()
+        gathered = collectives.all_gather_bytes(described, device, group, what="weights that ranks hold copies of")
+        raise RuntimeError(_describe_copies([json.loads(item) for item in gathered], group))
+
+
+def _describe_copies(ranks: Sequence[list[list[Any]]], group: dist.ProcessGroup) -> str:
+    """Name the first copy in which a rank differs from the group's first rank."""
+    names = dist.get_process_group_ranks(group)
+    found = [(_first_difference(ranks[0], copies), index) for index, copies in enumerate(ranks) if copies != ranks[0]]
+    where = "got different ones on other ranks, which name them"
+    if found:
+        position, other = min(found)
+        unit, fqn, _ = next(copies[position] for copies in (ranks[0], ranks[other]) if position < len(copies))
+        where = f"got different ones on ranks {names[0]} and {names[other]} for {fqn} of unit {unit}"
+    return (
+        f"initial weights that ranks {names} of model parallelism hold copies of: expected the same values, {where}. "
+        "Draw them from a generator that these ranks have in common, or broadcast them from one before fully_shard."
+    )
 
 
 def _compare(values: torch.Tensor, group: dist.ProcessGroup, what: str) -> list[bool]:
