@@ -61,7 +61,8 @@ def train(flags: Sequence[str], ranks: int, name: str) -> dict[int, Line]:
     """Run the script; return its lines by iteration."""
     has_gpu = torch.cuda.is_available()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    found = os.environ.get("PYTHONPATH")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{found}" if found else str(ROOT)}
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in one order
     # The loop refuses it as 1 with its FSDP, and asks for it with DDP and tensor parallelism only.
     environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)

@@ -119,7 +119,8 @@ class _Pool:
                 rank = self.connections.index(connection)
                 try:
                     results[rank] = connection.recv()
-                except EOFError:
+                except (EOFError, ConnectionError):
+                    self.processes[rank].join(GRACE_S)
                     results[rank] = (False, f"worker died, exit code {self.processes[rank].exitcode}")
                 if not results[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -152,6 +153,30 @@ class _Pool:
 
 def _serve(connection: Any, rank: int, world_size: int, folder: str, path: list[str]) -> None:
     sys.path[:] = path
+    try:
+        _start(rank, world_size, folder)
+    except BaseException:
+        connection.recv_bytes()
+        connection.send((False, traceback.format_exc()))
+        return
+    while True:
+        try:
+            path, function, args = connection.recv()
+        except EOFError:
+            return
+        except BaseException:  # what is to be called cannot be imported here
+            connection.send((False, traceback.format_exc()))
+            continue
+        sys.path[:] = path
+        _destroy_subgroups()
+        try:
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
+
+
+def _start(rank: int, world_size: int, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     stack_file = open(os.path.join(folder, f"stack{rank}"), "w")  # noqa: SIM115 - lives as long as the process
@@ -161,18 +186,6 @@ def _serve(connection: Any, rank: int, world_size: int, folder: str, path: list[
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id)
     # What has been imported stays: a collection that looks through megatron-core takes 0.2 s, and tasks end in one.
     gc.freeze()
-    while True:
-        try:
-            path, function, args = connection.recv()
-        except EOFError:
-            return
-        sys.path[:] = path
-        _destroy_subgroups()
-        try:
-            answer = (True, function(*args))
-        except BaseException:
-            answer = (False, traceback.format_exc())
-        connection.send(answer)
 
 
 @cache
