@@ -31,7 +31,7 @@ SCRIPT, ON_HOST = "examples/megatron_fsdp/pretrain_stock.py", "tests/functional_
 LOOP = (
     *("--transformer-impl", "local", "--attention-backend", "unfused", "--no-persist-layer-norm", "--mock-data"),
     *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-dropout-fusion"),
-    *("--no-bias-swiglu-fusion", "--no-rope-fusion", "--tokenizer-type", "NullTokenizer", "--bf16"),
+    *("--no-bias-swiglu-fusion", "--no-rope-fusion", "--tokenizer-type", "NullTokenizer"),
     *("--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm", "--position-embedding-type", "rope"),
     *("--hidden-dropout", "0", "--attention-dropout", "0", "--lr", "1e-3", "--min-lr", "1e-4"),
     *("--lr-decay-style", "cosine", "--lr-warmup-iters", "5", "--log-interval", "1", "--eval-interval", "1000"),
@@ -44,8 +44,10 @@ SIZES = {
 LINE = re.compile(
     r"iteration +(\d+)/ .*elapsed time per iteration \(ms\): (\S+) \|.* lm loss: (\S+) \|.* grad norm: (\S+) \|"
 )
-# A difference in the last bit of bf16 weights, which another order of fp32 sums makes, grows with iterations.
-LOSS_TOLERANCE = 2e-2
+# Of fp32 runs, in which sums of another order differ in their last bits. In bf16 such a bit rounds a weight to the next
+# of 256 steps, and runs come apart within some iterations: what they print is shown, and not compared.
+TOLERANCE, COMPARED = 1e-3, 20
+SHOWN = (1, 2, 3, 5, 10, 20, 50)
 
 
 @dataclass(frozen=True)
@@ -108,32 +110,44 @@ def main() -> None:
     arguments = parser.parse_args()
     ranks, last = arguments.ranks, arguments.iterations
     half = last // 2
-    batch = ("--train-iters", str(last), "--global-batch-size", str(8 * ranks))
-    v2 = (*batch, "--use-megatron-fsdp-v2", "--data-parallel-sharding-strategy", arguments.strategy)
+    batch = ("--global-batch-size", str(8 * ranks), "--train-iters")
+    v2 = ("--use-megatron-fsdp-v2", "--data-parallel-sharding-strategy", arguments.strategy)
     where = f"{ranks} rank(s) on {torch.cuda.get_device_name() if torch.cuda.is_available() else 'the host'}"
+    short = (*batch, str(min(COMPARED, last)), "--lr-decay-iters", str(last))
+    wide = [train((*short, *wrapper), ranks, "fp32") for wrapper in ((), v2)]
+    results = [compare(*wide, where)]
+    bf16 = (*batch, str(last), "--bf16")
     with tempfile.TemporaryDirectory() as folder:
         first, second = Path(folder, "first"), Path(folder, "second")
-        ddp = train(batch, ranks, "DDP")
-        ours = train((*v2, "--save", str(first), "--save-interval", str(half)), ranks, "Megatron-FSDP v2")
+        ddp = train(bf16, ranks, "DDP")
+        ours = train((*bf16, *v2, "--save", str(first), "--save-interval", str(half)), ranks, "Megatron-FSDP v2")
         resumed_from = ("--load", str(first), "--ckpt-step", str(half), "--save", str(second))
-        resumed = train((*v2, *resumed_from, "--save-interval", str(half)), ranks, "resumed")
+        resumed = train((*bf16, *v2, *resumed_from, "--save-interval", str(half)), ranks, "resumed")
         ends = [load_tensors(saved / f"iter_{last:07d}") for saved in (first, second)]
-    results = [compare(ddp, ours, last, where), compare_resumed(ours, resumed, ends, half, where)]
-    print(f"        {where}: ms an iteration: DDP {step_ms(ddp):.1f}, Megatron-FSDP v2 {step_ms(ours):.1f}")
+    show("bf16", ddp, ours)
+    results.append(compare_resumed(ours, resumed, ends, half, where))
+    print(f"        {where}: ms an iteration in bf16: DDP {step_ms(ddp):.1f}, Megatron-FSDP v2 {step_ms(ours):.1f}")
     sys.exit(not all(results))
 
 
-def compare(ddp: dict[int, Line], ours: dict[int, Line], last: int, where: str) -> bool:
+def show(name: str, ddp: dict[int, Line], ours: dict[int, Line]) -> None:
+    """Print losses and gradient norms of both runs, DDP's first."""
+    for at in (at for at in SHOWN if at in ddp and at in ours):
+        print(f"        {name}, iteration {at}: loss {ddp[at].loss:.6f} {ours[at].loss:.6f}, ", end="")
+        print(f"gradient norm {ddp[at].norm:.3f} {ours[at].norm:.3f}")
+
+
+def compare(ddp: dict[int, Line], ours: dict[int, Line], where: str) -> bool:
     """Compare all lines of two wrappers."""
-    every = range(1, last + 1)
-    is_right = list(ddp) == list(ours) == list(every)
-    losses, norms = (difference(ddp, ours, what, every) for what in ("loss", "norm"))
+    show("fp32", ddp, ours)
+    losses, norms = (difference(ddp, ours, what, list(ddp)) for what in ("loss", "norm"))
     # The forward of the first iteration has the same weights, and so the same loss.
-    is_right &= ddp[1].loss == ours[1].loss and losses < LOSS_TOLERANCE and ours[last].loss < ours[1].loss
+    is_right = list(ddp) == list(ours) == list(range(1, len(ddp) + 1)) and ddp[1].loss == ours[1].loss
+    is_right &= losses < TOLERANCE and norms < 10 * TOLERANCE and ours[len(ours)].loss < ours[1].loss
     return report(
         is_right,
-        f"{where}: {last} iterations, loss {ours[1].loss:.4f} to {ours[last].loss:.4f}, with DDP {ddp[1].loss:.4f} to "
-        f"{ddp[last].loss:.4f}; largest relative differences: losses {losses:.1e}, gradient norms {norms:.1e}",
+        f"{where}: {len(ddp)} iterations in fp32 beside DDP; largest relative differences: losses {losses:.1e}, "
+        f"gradient norms {norms:.1e}",
     )
 
 
