@@ -75,7 +75,9 @@ class TorchDistSource:
             if loads_optimizer:
                 groups = match_groups(saved_groups(common), state.optimizer.param_groups)
                 found = state.optimizer.sharded_state_dict({}, is_loading=True)["state"]
-                states = {names.canonical_name(name): _moments(values) for name, values in found.items()}
+                # Where the loss scaler has skipped every update so far, moments are the zeros that have been created.
+                if self._saved.has_moments or not saved_scaler(common):
+                    states = {names.canonical_name(name): _moments(values) for name, values in found.items()}
         weights = {name: tensor for chunk in state.chunks for name, tensor in names.model_tensors(chunk).items()}
         others: set[str] = set()
         if state.args.pipeline_model_parallel_size > 1:
@@ -85,7 +87,7 @@ class TorchDistSource:
         with self._ranks.together(f"load of {self.path}"):
             if loads_optimizer:
                 with keeping_bounds(state):
-                    _set_groups(state.optimizer, groups)
+                    _set_groups(state.optimizer, groups, has_steps=bool(states))
                 load_scaler_state(state.optimizer.grad_scaler, saved_scaler(common))
                 load_schedule(state.scheduler, dict(common.get("opt_param_scheduler") or {}), self.path)
 
@@ -94,7 +96,7 @@ def _moments(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "step"}
 
 
-def _set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+def _set_groups(optimizer: Any, groups: list[dict[str, Any]], *, has_steps: bool) -> None:
     """Give the groups their settings, and each parameter's state its step."""
     base = optimizer.optimizer
     for live, saved in zip(base.param_groups, groups, strict=True):
@@ -102,7 +104,7 @@ def _set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
         live.update(saved)
         counts = [state for state in map(base.state.get, live["params"]) if state and "step" in state]
         if step is None:
-            if counts:
+            if counts and has_steps:
                 raise CheckpointError(
                     "steps of the optimizer: expected them in the checkpoint, got moments without them. Use "
                     "--no-load-optim."

@@ -86,13 +86,17 @@ def test_pb043_an_overflow_on_one_rank_skips_under_every_layout(layout: str, nam
 
 
 def test_fsdp_v2_takes_over_the_loss_scaler_of_ddp(tmp_path: Path) -> None:
-    """Four iterations, and four more from where they were saved, have the scales and losses of eight in a row."""
+    """Four iterations and four more have the scales and losses of eight in a row.
+
+    All of the first four are skipped, so that there is a scale to take over, and no moment.
+    """
     flags = _words(ACCUMULATES, DYNAMIC)
     saved = launch_forked((*flags, "--save", str(tmp_path), "--exit-interval", "4"), 2)
     assert saved.returncode == 0, saved.stderr[-4000:]
     found = launch_forked((*flags, *ZERO1.split(), "--load", str(tmp_path), "--no-load-rng"), 2)
     assert found.returncode == 0, found.stderr[-4000:]
     expected = launch_once(flags, 2)
+    assert saved.series("lm_loss") == [None] * 4
     for name in ("loss_scale", "learning_rate"):
         assert saved.series(name) + found.series(name) == expected.series(name), name
     assert len(set(expected.series("loss_scale")[4:])) > 1

@@ -150,6 +150,11 @@ class TorchDistCheckpoint:
     def _what(self) -> str:
         return f"load of {self.path}"
 
+    @property
+    def has_moments(self) -> bool:
+        """Whether it holds optimizer state besides main weights, which there is none of before the first update."""
+        return any(keys for slot, keys in self._keys.state.items() if slot not in MASTERS)
+
     def read(
         self,
         weights: Mapping[str, torch.Tensor],
