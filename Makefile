@@ -22,8 +22,9 @@ NEWEST_CORE ?= megatron-core==0.19.2
 NEWEST_KEY := $(shell (cat pyproject.toml; echo "$(TORCH) $(NEWEST_CORE)") | sha256sum | cut -c 1-12)
 NEWEST_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megatron-fsdp-v2/$(NEWEST_KEY)
 NEWEST_INSTALLED := $(NEWEST_VENV)/.installed
-NEWEST_TESTS := $(filter-out %/test_benchmark.py %/test_benchmark_optimizer.py %/test_benchmark_step.py \
-	%/test_preprocess.py,$(wildcard tests/functional_tests/test_*.py)) \
+# Layouts are there by their golden values (test_cases.py).
+NEWEST_TESTS := $(patsubst %,tests/functional_tests/test_%.py,cases parity pretrain resume torch_dist stock_loop \
+	predictions fp16 full_iteration) \
 	$(wildcard tests/unit_tests/test_mcore_*.py) tests/unit_tests/test_megatron_training.py \
 	$(wildcard tests/unit_tests/test_*optimizer*.py) tests/unit_tests/test_fused_gradients.py \
 	tests/unit_tests/pretrain tests/unit_tests/checkpoint/test_torch_dist.py tests/unit_tests/inspector
@@ -45,7 +46,7 @@ pretrain: $(INSTALLED)
 
 # Two processes, which take whole files in turn (tests/conftest.py): while one waits, the other works.
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder --durations 30
 
 $(NEWEST_INSTALLED):
 	$(PYTHON312) -m venv $(NEWEST_VENV)
@@ -56,7 +57,7 @@ $(NEWEST_INSTALLED):
 # This checkout takes the place of the one that used the environment before.
 test-newest: $(NEWEST_INSTALLED)
 	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
-	$(NEWEST_VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder $(NEWEST_TESTS)
+	$(NEWEST_VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder --durations 15 $(NEWEST_TESTS)
 
 lint: $(INSTALLED)
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/pre-commit run --all-files

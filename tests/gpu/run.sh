@@ -61,7 +61,7 @@ if [ "$FSDP_TEST_DEVICE" = cuda ]; then
     part same_losses 110 "$python" -m tests.gpu.same_losses --ranks "$ranks"
     part resume 110 "$python" -m tests.gpu.resume --ranks "$ranks"
     if "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("megatron.training"))'; then
-        part stock_loop 240 "$python" -m tests.gpu.stock_loop --ranks "$ranks"
+        part stock_loop 300 "$python" -m tests.gpu.stock_loop --ranks "$ranks"
     fi
     part pretrain 70 env NPROC="$ranks" PYTHON="$python" examples/megatron_fsdp/pretrain_bytes.sh --use-megatron-fsdp-v2 \
         --bf16 --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 \
