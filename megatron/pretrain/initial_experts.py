@@ -9,7 +9,7 @@ parallelism then start with copies of the same few experts, and what is drawn af
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,9 +37,11 @@ def drawn_by_number(config: TransformerConfig) -> Iterator[None]:
         # One number from the common generator, however many experts this rank has.
         seed = int(torch.randint(2**62, ()))
         after = torch.get_rng_state()
-        build(self, num_local_experts, *args, **keywords)
-        _draw(self, seed + self.ep_group.rank() * num_local_experts)
-        torch.set_rng_state(after)
+        try:
+            build(self, num_local_experts, *args, **keywords)
+            _draw(self, seed + self.ep_group.rank() * num_local_experts)
+        finally:
+            torch.set_rng_state(after)
 
     SequentialMLP.__init__ = build_and_draw
     try:
@@ -53,11 +55,20 @@ def _draw(experts: Any, seed: int) -> None:
     """Draw the weights of a layer's local experts, in float32 as megatron-core does; biases are zero."""
     config = experts.config
     for index, expert in enumerate(experts.local_experts):
-        torch.manual_seed(seed + index)
+        # Generators of GPUs, which dropout draws from, stay as they are.
+        torch.default_generator.manual_seed(seed + index)
         for linear, draw in (
             (expert.linear_fc1, config.init_method),
             (expert.linear_fc2, config.output_layer_init_method),
         ):
-            weight = torch.empty(linear.weight.shape, dtype=torch.float32)
-            draw(weight)
-            linear.weight.copy_(weight)
+            linear.weight.copy_(_drawn_piece(linear.weight, draw, experts.tp_group))
+
+
+def _drawn_piece(weight: Any, draw: Callable[[torch.Tensor], Any], group: Any) -> torch.Tensor:
+    """Draw a whole weight and return the piece of it that this rank holds, if ranks share the expert."""
+    size, dim, shape = group.size(), weight.partition_dim, list(weight.shape)
+    shape[dim] *= size
+    whole = torch.empty(shape, dtype=torch.float32)
+    draw(whole)
+    blocks = whole.unflatten(dim, (weight.partition_stride, size, -1))
+    return blocks.select(dim + 1, group.rank()).flatten(dim, dim + 1)

@@ -165,10 +165,19 @@ def _check_overlap(args: argparse.Namespace) -> None:
     if "moe" in (args.recompute_modules or ()):
         _fail(
             flag,
-            "other modules, as experts run apart from their layer",
+            "other modules, as experts run apart",
             "--recompute-modules",
             "moe",
             "Drop one of them",
+        )
+    for other in ("--fsdp-trace-pool", "--megatron-fsdp-min-unit-numel", "--mtp-num-layers"):
+        if found := getattr(args, other[2:].replace("-", "_")):
+            _fail(flag, "a run without it", other, found, "Drop one of them")
+    if args.sequence_parallel and (args.hidden_dropout or args.attention_dropout):
+        found = args.hidden_dropout or args.attention_dropout
+        name = "--hidden-dropout" if args.hidden_dropout else "--attention-dropout"
+        _fail(
+            flag, "0 with --sequence-parallel, under which plans draw equal masks on all ranks", name, found, "Set it"
         )
     has_chunks = args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
     if args.pipeline_model_parallel_size > 1 and not has_chunks:

@@ -74,6 +74,18 @@ def test_losses_and_norms_are_those_of_ddp(layout: str, strategy: str) -> None:
         assert len(found.series(name)) == NUM_ITERATIONS
 
 
+def test_pieces_of_experts_are_cut_from_whole_ones() -> None:
+    """Initial weights drawn on the host are the same however many ranks share an expert."""
+    words = (V2, *MODEL.split(), "--use-cpu-initialization", "--disable-bias-linear", "--swiglu")
+    words = (*words, "--moe-token-dispatcher-type", "alltoall", "--global-batch-size", "8")
+    expected = launch_once((*words, "--make-vocab-size-divisible-by", "128"), 1)
+    cut = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--make-vocab-size-divisible-by", "64")
+    found = launch_once((*words, *cut), 2)
+    for name in ("lm_loss", "grad_norm"):
+        # Products are cut otherwise, too, as above.
+        assert found.series(name) == pytest.approx(expected.series(name), rel=5e-6), name
+
+
 @pytest.mark.parametrize("layout", ["ep2", "pp2_ep2"])
 def test_an_overlapped_schedule_changes_no_digit(layout: str) -> None:
     """While one microbatch's tokens travel, another one computes; with stages, in the interleaved schedule."""

@@ -45,8 +45,9 @@ SIZES = {
 LINE = re.compile(
     r"iteration +(\d+)/ .*elapsed time per iteration \(ms\): (\S+) \|.* lm loss: (\S+) \|.* grad norm: (\S+) \|"
 )
-# Of the first iterations in fp32, in which sums of another order differ in their last bits. At this learning rate such a
-# bit grows tenfold in two iterations, and in bf16 it rounds a weight to the next of 256 steps: later lines are shown.
+# Of the first iterations in fp32, in which sums of another order differ in their last bits. At this learning rate one
+# such bit grows tenfold in two iterations, and in bf16 it rounds a weight to the next of 256 steps: later lines are
+# shown, and not compared.
 TOLERANCE, COMPARED = 1e-5, 5
 SHOWN = (1, 2, 3, 5, 10, 20, 50)
 

@@ -130,6 +130,18 @@ def test_a_norm_of_several_units_is_gathered_where_it_is_used(strategy: str) -> 
         assert numbers[0] == 3 * 2 + (1 + 3), numbers
 
 
+def _unit_inside() -> None:
+    start()
+    chunk, _ = _assert_trains_as_alone(_Sharing, 2, fsdp_unit_modules=[_Layer, nn.LayerNorm])
+    owned = {unit.name: {name for g in unit.parameter_groups for name in g.fqns} for unit in chunk.fsdp_units()}
+    assert owned["layers.0.norm"] == {"1.weight", "1.bias"}
+    assert owned["layers.0.norm.0"] == {"weight", "bias"}
+
+
+def test_a_shared_module_may_have_a_unit_inside() -> None:
+    run_ranks(2, _unit_inside)
+
+
 def test_layers_that_share_a_norm_are_not_joined() -> None:
     run_ranks(2, _shared, "optim_grads_params", 10**6)
 

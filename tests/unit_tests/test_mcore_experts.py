@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from megatron.core.distributed.fsdp import mcore_fsdp_v2_checkpoint as names
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_experts
 from megatron.core.distributed.fsdp.experimental.checkpoint import OpenCheckpoint, Ranks, write_checkpoint
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import check_gather_group
-from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import expert_modules, units_with_experts
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import check_expert_pieces, expert_modules, units_with_experts
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_finalize import finalize_model_grads
 from tests.unit_tests.launch import run_ranks
 from tests.unit_tests.mcore import (
@@ -331,6 +332,23 @@ def _refusals() -> None:
 
 def test_experts_that_cannot_be_sharded_are_refused_before_ranks_communicate() -> None:
     run_ranks(1, _refusals)
+
+
+def test_pieces_that_are_cut_along_the_wrong_dim_are_refused() -> None:
+    model = nn.Module()
+    model.experts = nn.ModuleDict({"0": nn.ModuleDict({"linear_fc2": nn.Linear(2, 2, bias=False)})})
+    outer = nn.ModuleDict({"mlp": model})
+    config: Any = SimpleNamespace(num_moe_experts=2, expert_tensor_parallel_size=2, tensor_model_parallel_size=2)
+    (weight,) = outer.parameters()
+    weight.partition_dim = 1  # type: ignore[attr-defined]
+    check_expert_pieces(outer, config)
+    weight.partition_dim = 0  # type: ignore[attr-defined]
+    with pytest.raises(
+        NotImplementedError, match=r"partition_dim of mlp\.experts\.0\.linear_fc2\.weight: expected 1 wi"
+    ):
+        check_expert_pieces(outer, config)
+    config.expert_tensor_parallel_size = 1
+    check_expert_pieces(outer, config)
 
 
 def test_units_of_experts_are_the_largest_modules_without_other_parameters() -> None:

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from tests.unit_tests.launch import run_ranks
 from tests.unit_tests.mcore import (
     SAMPLES,
     SEQUENCE,
+    Tower,
     build_gpt,
     build_tower,
     cpu_shim,
@@ -52,13 +56,17 @@ def _forward_step(data: Iterator[Any], model: Any, return_schedule_plan: bool = 
     return run(text, positions, None, labels=labels), partial(_sum, mask)
 
 
-def _step(chunk: Any, step: int, microbatches: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def _step(
+    chunk: Any, step: int, microbatches: int, num_given: int | None = None
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Run one step with megatron-core's schedule; return its losses and gradients."""
     chunk.zero_grad_buffer()
     chunk.config.no_sync_func = chunk.no_sync
     losses = forward_backward_no_pipelining(
         forward_step_func=_forward_step,
-        data_iterator=(tokens(step, index, my_rank()) for index in range(microbatches)),
+        data_iterator=(
+            tokens(step, index, my_rank()) for index in range(microbatches if num_given is None else num_given)
+        ),
         model=[chunk],
         num_microbatches=microbatches,
         seq_length=SEQUENCE,
@@ -133,8 +141,15 @@ def _refusals() -> None:
         wrap(tower)
     tower = build_tower()
     tower.config.overlap_moe_expert_parallel_comm = True
-    tower.build_schedule_plan = None  # type: ignore[assignment]
-    chunk = wrap(tower)
+    tower.config.sequence_parallel, tower.config.hidden_dropout = True, 0.5
+    with pytest.raises(
+        NotImplementedError, match=r"hidden_dropout and attention_dropout: expected 0 .* got 0.5; plans"
+    ):
+        wrap(tower)
+    tower = build_tower()
+    tower.config.overlap_moe_expert_parallel_comm = True
+    with mock.patch.object(Tower, "build_schedule_plan", None, create=True):
+        chunk = wrap(tower)
     inputs = torch.ones(2, tower.in_features)
     with pytest.raises(
         RuntimeError, match=r"forward of unit \w+.*: expected the nodes of a schedule plan, or torch.no_"
@@ -143,6 +158,67 @@ def _refusals() -> None:
     with torch.no_grad():
         assert chunk(inputs).shape == (2, tower.out_features)
     _assert_rest(chunk)
+
+
+def _raises(*unused: Any) -> Any:
+    raise ArithmeticError("on purpose")
+
+
+def _raise_in_backward(module: Any, args: Any, output: Any) -> None:
+    output[0].register_hook(_raises)
+
+
+def _after_exceptions() -> None:
+    start(expert_parallel_size=2)
+    with cpu_shim():
+        plain, planned = (
+            wrap(build_gpt(dtype=torch.bfloat16, overlap_moe_expert_parallel_comm=overlaps, **WITH_EXPERTS))
+            for overlaps in (False, True)
+        )
+        layer: Any = planned.module.decoder.layers[1]
+        # Between plans, in a node's forward, and in a node's backward, on all ranks alike.
+        with pytest.raises(StopIteration):
+            _step(planned, 0, 2, num_given=1)
+        routed, layer.mlp.route = layer.mlp.route, _raises
+        with pytest.raises(ArithmeticError):
+            _step(planned, 0, 2)
+        layer.mlp.route = routed
+        handle = layer.mlp.router.register_forward_hook(_raise_in_backward)
+        with pytest.raises(ArithmeticError):
+            _step(planned, 0, 2)
+        handle.remove()
+        for chunk in (plain, planned):
+            with torch.no_grad():
+                for parameter in chunk.module.parameters():
+                    parameter.mul_(1.25)
+        expected, found = (_step(chunk, 0, 3)[1] for chunk in (plain, planned))
+        differ = [name for name, gradient in expected.items() if not torch.equal(gradient, found[name])]
+        assert not differ, differ
+        _assert_rest(planned)
+
+
+def test_steps_after_an_exception_begin_anew() -> None:
+    run_ranks(2, _after_exceptions)
+
+
+def _is_freed() -> None:
+    start()
+    with mock.patch.object(Tower, "build_schedule_plan", None, create=True):
+        tower = build_tower()
+        tower.config.overlap_moe_expert_parallel_comm = True
+        chunk = wrap(tower)
+    gone = weakref.ref(tower)
+    gc.collect()
+    gc.disable()
+    try:
+        del chunk, tower
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_driven_model_is_freed_at_once() -> None:
+    run_ranks(1, _is_freed)
 
 
 def test_modules_that_layers_share_are_refused() -> None:

@@ -195,10 +195,29 @@ OVERLAP = f"{EXPERTS} --overlap-moe-expert-parallel-comm"
             "--recompute-granularity full --recompute-method uniform",
             "no full recomputation, got full for --recompute-granularity",
         ),
+        *(
+            (f"{OVERLAP} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16 {more}", message)
+            for more, message in (
+                ("--use-megatron-fsdp-v2 --fsdp-trace-pool", "a run without it, got True for --fsdp-trace-pool"),
+                (
+                    "--use-megatron-fsdp-v2 --megatron-fsdp-min-unit-numel 9",
+                    "a run without it, got 9 for --megatron-fsdp-min-unit-numel",
+                ),
+                (
+                    "--mtp-num-layers 1 --position-embedding-type rope",
+                    "a run without it, got 1 for --mtp-num-layers",
+                ),
+                (
+                    "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel "
+                    "--attention-dropout 0.25 --hidden-dropout 0",
+                    "0 with --sequence-parallel, .* got 0.25 for --attention-dropout",
+                ),
+            )
+        ),
         (
             f"{OVERLAP} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16 "
             "--recompute-granularity selective --recompute-modules moe",
-            "other modules, as experts run apart from their layer, got moe for --recompute-modules",
+            "other modules, as experts run apart, got moe for --recompute-modules",
         ),
         (
             f"{EXPERTS} --expert-model-parallel-size 2 --use-megatron-fsdp-v2 --num-distributed-optimizer-instances 2",

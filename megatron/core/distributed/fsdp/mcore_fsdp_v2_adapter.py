@@ -46,7 +46,12 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     schedule_policy,
     shard_placements,
 )
-from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import expert_modules, expert_options, units_with_experts
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import (
+    check_expert_pieces,
+    expert_modules,
+    expert_options,
+    units_with_experts,
+)
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import (
     check_stages,
     data_parallel_mesh,
@@ -113,6 +118,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         check_pipeline(config)
         check_ddp_config(ddp_config)
         check_overlap(config, ddp_config)
+        check_expert_pieces(module, config)
         if disable_bucketing and fsdp_unit_modules:
             raise ValueError(
                 "FullyShardedDataParallel disable_bucketing: expected False with fsdp_unit_modules, got True. "
@@ -158,7 +164,11 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
             refuse_shared_modules(shared)
         joined = join_units(module, [unit for unit in units if unit is not module], min_numel, shared)
         # All of them before the first, so that a chunk that is refused is left as it was.
-        runs = list(units_with_experts([*([part] for part in reversed(shared)), *reversed(joined), [module]]))
+        inner_first = [*([part] for part in reversed(shared)), *reversed(joined), [module]]
+        if shared:
+            # A shared module may be inside a unit and have units inside: what contains another has more modules.
+            inner_first.sort(key=lambda run: sum(1 for member in run for _ in member.modules()))
+        runs = list(units_with_experts(inner_first))
         check_shardable([unit for run, _ in runs for unit in run], options["mixed_precision_policy"])
         set_apart(find_shared_weights(module, pg_collection))
         with fully_shard_context(self.device, **options_of_all) as context:
@@ -168,8 +178,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
                 unit = run[0] if len(run) == 1 else list(run)
                 fully_shard(unit, **of_run, register_hooks=not is_planned)
         self.fsdp_context: FsdpContext = context
-        if is_planned:
-            OverlapDriver(context, module)
+        self._driver = OverlapDriver(context, module) if is_planned else None
         self.shared_weights = find_shared_weights(module, pg_collection)
         check_equal_shards(self.shared_weights, pg_collection)
         # Walking all parameters costs more than the few of them do at the end of each step.
@@ -261,6 +270,8 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
 
         Their memory is freed, but with `megatron_fsdp_static_gradients` or `megatron_fsdp_trace_pool`.
         """
+        if self._driver is not None:
+            self._driver.begin_step()
         for unit in self.fsdp_units():
             for group in unit.parameter_groups:
                 group.clear_gradients()

@@ -181,6 +181,13 @@ def check_overlap(config: TransformerConfig, ddp_config: _StockConfig) -> None:
                 f"Megatron-FSDP v2 {name}: expected it off with overlap_moe_expert_parallel_comm, got {value!r}. "
                 f"{cure}, or --overlap-moe-expert-parallel-comm."
             )
+    dropout = max(config.hidden_dropout, config.attention_dropout)
+    if config.sequence_parallel and dropout:
+        raise NotImplementedError(
+            f"Megatron-FSDP v2 hidden_dropout and attention_dropout: expected 0 with sequence_parallel and "
+            f"overlap_moe_expert_parallel_comm, got {dropout}; plans do not give tensor-parallel ranks generators of "
+            "their own. Turn dropout off, or drop --overlap-moe-expert-parallel-comm."
+        )
 
 
 def check_gather_group(ddp_config: _StockConfig, config: TransformerConfig, num_expert_copies: int) -> None:

@@ -59,6 +59,26 @@ def check_expert_layout(config: TransformerConfig) -> None:
         )
 
 
+def check_expert_pieces(module: nn.Module, config: TransformerConfig) -> None:
+    """Refuse experts in pieces whose second matrices say that they are cut along another dim than their input.
+
+    Raises:
+        NotImplementedError: TransformerEngine's layers of experts do so; shapes and checkpoints would be wrong.
+    """
+    if getattr(config, "num_moe_experts", None) is None or _num_pieces(config) == 1:
+        return
+    for name, parameter in module.named_parameters():
+        if ".experts." not in name or ".linear_fc2.weight" not in name:
+            continue
+        dim = getattr(parameter, "partition_dim", -1)
+        if dim != 1:
+            raise NotImplementedError(
+                f"partition_dim of {name}: expected 1 with expert_tensor_parallel_size {_num_pieces(config)}, got "
+                f"{dim}, as TransformerEngine's layers set it. Set --expert-tensor-parallel-size 1, or "
+                "--transformer-impl local."
+            )
+
+
 def _num_pieces(config: TransformerConfig) -> int:
     """Return how many ranks share an expert; by default as many as share a dense layer."""
     size = getattr(config, "expert_tensor_parallel_size", None)

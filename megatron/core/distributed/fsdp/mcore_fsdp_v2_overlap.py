@@ -12,13 +12,14 @@ counted: the first one gathers the weights, the last one that ends lets them go.
 
     unit                   in forward, from .. to               in backward, from .. to (then reduced)
     experts                mlp .. mlp                           mlp .. mlp, weight gradients
-    the layer, what else   first node .. last node with work    mlp .. first node, weight gradients
+    the layer, what else   first node .. last node with work    combine (dense: mlp) .. first node, weight gradients
     is inside it
     all others (root)      the plan's first node, to the end of its backward
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -41,11 +42,17 @@ def _nothing() -> None:
 
 
 class _Node:
-    """A node of a schedule plan, with what is to happen around it."""
+    """A node of a schedule plan, with what is to happen around it.
+
+    Args:
+        node: megatron-core's.
+        abandon: called when an exception ends what the node does.
+    """
 
     def __init__(
         self,
         node: Any,
+        abandon: Action,
         *,
         before_forward: Action = _nothing,
         after_forward: Action = _nothing,
@@ -54,28 +61,32 @@ class _Node:
         after_weight_gradients: Action = _nothing,
     ) -> None:
         self._node = node
+        self._abandon = abandon
         self._before_forward, self._after_forward = before_forward, after_forward
         self._before_backward, self._after_backward = before_backward, after_backward
         self._after_weight_gradients = after_weight_gradients
 
     def forward(self, *args: Any) -> Any:
         """Run the node's forward."""
-        self._before_forward()
-        found = self._node.forward(*args)
-        self._after_forward()
-        return found
+        return self._run(self._before_forward, partial(self._node.forward, *args), self._after_forward)
 
     def backward(self, *args: Any) -> Any:
         """Run the node's backward."""
-        self._before_backward()
-        found = self._node.backward(*args)
-        self._after_backward()
-        return found
+        return self._run(self._before_backward, partial(self._node.backward, *args), self._after_backward)
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that the backward has left for later, if any; the plan always calls it."""
-        self._node.backward_dw()
-        self._after_weight_gradients()
+        self._run(_nothing, self._node.backward_dw, self._after_weight_gradients)
+
+    def _run(self, before: Action, work: Callable[[], Any], after: Action) -> Any:
+        try:
+            before()
+            found = work()
+            after()
+        except BaseException:
+            self._abandon()
+            raise
+        return found
 
 
 class OverlapDriver:
@@ -91,10 +102,12 @@ class OverlapDriver:
     def __init__(self, context: FsdpContext, module: nn.Module) -> None:
         self._context = context
         model: Any = get_attr_wrapped_model(module, "build_schedule_plan", return_model_obj=True)
-        self._build = model.build_schedule_plan
+        self._model = weakref.ref(model)
+        self._build = type(model).build_schedule_plan
         # The schedule asks the model itself, and 0.16 wants that to be a GPTModel.
         model.build_schedule_plan = self._build_driven
-        self._uses: dict[FsdpModule, int] = {}
+        # The model holds the driver, which must not hold it.
+        self._uses: weakref.WeakKeyDictionary[FsdpModule, int] = weakref.WeakKeyDictionary()
         for unit in self._units():
             unit.leave_to_scheduler()
             self._uses[unit] = 0
@@ -104,7 +117,7 @@ class OverlapDriver:
 
     def _build_driven(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's plan of one microbatch, whose nodes gather weights and reduce gradients."""
-        plan = self._build(*args, **kwargs)
+        plan = self._build(self._model(), *args, **kwargs)
         layers = [plan.get_layer(index) for index in range(plan.num_layers())]
         units = [list(_units_of(layer.layer)) for layer in layers]
         inside = {unit for of_layer in units for unit in of_layer}
@@ -114,6 +127,7 @@ class OverlapDriver:
             self._drive_layer(layer, units[index], following, units[index - 1] if index else [])
         plan.pre_process = _Node(
             plan.pre_process,
+            self.abandon,
             before_forward=partial(self._use, outside, units[0] if units else []),
             after_backward=partial(self._reduce, outside),
         )
@@ -135,8 +149,8 @@ class OverlapDriver:
                 end_forward()
 
         def begin_backward() -> None:
-            # Attention's backward is far away, but what it recomputes may be asked for at any time.
-            self._use(rest)
+            if not combines:
+                self._use(rest)
             self._use(experts, preceding)
 
         setattr(
@@ -144,12 +158,14 @@ class OverlapDriver:
             first,
             _Node(
                 getattr(layer, first),
+                self.abandon,
                 before_forward=partial(self._use, rest, [*experts, *following]),
                 after_weight_gradients=partial(self._reduce, rest),
             ),
         )
         layer.mlp = _Node(
             layer.mlp,
+            self.abandon,
             before_forward=partial(self._use, experts),
             after_forward=end_experts,
             before_backward=begin_backward,
@@ -158,8 +174,9 @@ class OverlapDriver:
         if combines:
             layer.moe_combine = _Node(
                 layer.moe_combine,
+                self.abandon,
                 after_forward=end_forward,
-                before_backward=partial(self._gather_ahead, units),
+                before_backward=partial(self._use, rest, experts),
             )
 
     def _units(self) -> Iterator[FsdpModule]:
@@ -174,8 +191,8 @@ class OverlapDriver:
 
     def _use(self, units: Sequence[FsdpModule], ahead: Sequence[FsdpModule] = ()) -> None:
         for unit in units:
-            if not self._uses[unit]:
-                unit.unshard()
+            # Nothing happens to weights that are there and current.
+            unit.unshard()
             self._uses[unit] += 1
         self._gather_ahead(ahead)
 
@@ -189,6 +206,17 @@ class OverlapDriver:
         for unit in units:
             self._context.reduce(unit)
         self._release(units)
+
+    def abandon(self) -> None:
+        """Bring all units to rest and forget plans that are under way, after an exception."""
+        for unit in self._uses:
+            self._uses[unit] = 0
+        self._context.abandon()
+
+    def begin_step(self) -> None:
+        """Forget plans that an exception outside of their nodes has left."""
+        if any(self._uses.values()):
+            self.abandon()
 
     # --- evaluation, and modules that a node calls ----------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     DistributedDataParallelConfig,
     check_ddp_config,
     check_model_config,
+    check_overlap,
     check_pipeline,
 )
 from megatron.core.distributed.fsdp.megatron_training import Seam
@@ -166,6 +167,7 @@ def _validate(stock: Any, args: argparse.Namespace, defaults: dict[str, Any]) ->
     check_model_config(config)
     check_pipeline(config)
     check_ddp_config(ddp_config(args))
+    check_overlap(config, ddp_config(args))
     check_config(get_megatron_optimizer_config(args)[0])
     return args
 
