@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lent": set(),
     "phase": set(),
     "device": set(),
+    "quantization": set(),
     "policy": {"placement"},
     "collectives": {"device"},
     "checksum": set(),
