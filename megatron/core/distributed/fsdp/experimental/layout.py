@@ -150,8 +150,8 @@ def plan_layout(
     Args:
         shapes: shapes of the group's tensors; slot i of the layout describes shape i, wherever it lies.
         num_shards: number of equal shards to cut the buffer into.
-        atoms: per tensor, the number of elements that must not be cut: 1, a row, a block of rows, the whole tensor.
-            None means rows, given up for runs of elements, tensor by tensor, where `max_padding` demands it.
+        atoms: per tensor, the number of elements that must not be cut: 1, a row, a block of rows, the whole tensor; a
+            tensor's last atom may be shorter. None means rows, given up for runs of elements, tensor by tensor, where `max_padding` demands it.
         alignment: every tensor and shard starts at a multiple of it; halved as often as `max_padding` demands.
         max_padding: share of the tensors' elements that padding may reach, besides the `num_shards` - 1 elements
             that no layout can promise to avoid. None means `MAX_ROW_PADDING` without atoms, and no bound with them.
@@ -161,8 +161,8 @@ def plan_layout(
         max(max_padding * elements, num_shards - 1) for any shapes; a group without elements gets a shard size of 1.
 
     Raises:
-        ValueError: no shard, no tensor, a negative size or bound, an atom that does not divide its tensor, or atoms
-            that need more padding than allowed.
+        ValueError: no shard, no tensor, a negative size or bound, an atom below 1, or atoms that need more padding
+            than allowed.
     """
     sizes = [tuple(shape) for shape in shapes]
     if num_shards < 1 or not sizes or any(size < 0 for shape in sizes for size in shape):
@@ -262,10 +262,10 @@ def _plan_atoms(
 ) -> Plan:
     """Return a plan that cuts no atom, or raise ValueError where it needs more padding than allowed."""
     numels = [math.prod(shape) for shape in sizes]
-    if len(atoms) != len(numels) or any(atom < 1 or numel % atom for numel, atom in zip(numels, atoms, strict=True)):
+    if len(atoms) != len(numels) or any(atom < 1 for atom in atoms):
         raise ValueError(
-            f"layout atoms: expected divisors of the tensors' sizes {numels}, got {list(atoms)}. "
-            "Use a row, a whole number of rows that divides the tensor, or the whole tensor."
+            f"layout atoms: expected one size >= 1 for each of the tensors of {numels} elements, got {list(atoms)}. "
+            "Use a row, some rows, or the whole tensor."
         )
     total = sum(numels)
     low = _smallest_size(total, num_shards)
