@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "group_options": {"allocator", "model_cut", "policy"},
     "dbuffer": {"placement", "layout", "collectives", "allocator", "device", "shard_mesh"},
     "fused_gradients": {"dbuffer", "device"},
-    "gradient_buffers": {"dbuffer"},
+    "gradient_buffers": {"dbuffer", "group_options", "placement"},
     "gradients": {
         "allocator",
         "dbuffer",

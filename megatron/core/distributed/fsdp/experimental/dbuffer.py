@@ -176,8 +176,16 @@ class DBuffer:
         Sent in this buffer's dtype, and gathered in place.
         """
         report_access("copy", reads=(source.name,), writes=(self.name,))
-        gather = self._gather_from(source.placements)
-        gather.own.copy_(source.local)
+        self.own_part(source.placements).copy_(source.local)
+        self.join(source.placements)
+
+    def own_part(self, placements: tuple[Placement, ...]) -> torch.Tensor:
+        """Return the elements that this rank has of a buffer that lies so, cut by the same axes or by more."""
+        return self._gather_from(placements).own
+
+    def join(self, placements: tuple[Placement, ...]) -> None:
+        """Gather what every rank has written into its `own_part`, in place, on the current stream."""
+        gather = self._gather_from(placements)
         self._gather(gather, gather.own, self.name)
 
     def redistribute(self, target: DBuffer) -> None:

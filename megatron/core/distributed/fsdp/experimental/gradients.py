@@ -40,7 +40,6 @@ class GroupGradients:
 
     Args:
         at: the buffers.
-        waits: whether gradients stay ``held`` until the last microbatch, since no axis shards them before.
         sharded_parameters: whose ``.grad`` is installed.
         unsharded_parameters: whose ``.grad`` autograd fills.
         grad_divisor: divides every reduced gradient.
@@ -48,21 +47,20 @@ class GroupGradients:
 
     Attributes:
         at: as given.
-        waits: as given.
+        waits: see `GradientBuffers`.
         num_starts: how often gradients have been written where there were none.
     """
 
     def __init__(
         self,
         at: GradientBuffers,
-        waits: bool,
         sharded_parameters: Sequence[nn.Parameter],
         unsharded_parameters: Sequence[nn.Parameter],
         grad_divisor: float,
         keeps_memory: bool,
     ) -> None:
         self.at = at
-        self.waits = waits
+        self.waits = at.waits
         self._sharded = sharded_parameters
         self._unsharded = unsharded_parameters
         self._divisor = grad_divisor

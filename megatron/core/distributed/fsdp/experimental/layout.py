@@ -151,7 +151,8 @@ def plan_layout(
         shapes: shapes of the group's tensors; slot i of the layout describes shape i, wherever it lies.
         num_shards: number of equal shards to cut the buffer into.
         atoms: per tensor, the number of elements that must not be cut: 1, a row, a block of rows, the whole tensor; a
-            tensor's last atom may be shorter. None means rows, given up for runs of elements, tensor by tensor, where `max_padding` demands it.
+            tensor's last atom may be shorter. None means rows, given up for runs of elements, tensor by tensor, where
+            `max_padding` demands it.
         alignment: every tensor and shard starts at a multiple of it; halved as often as `max_padding` demands.
         max_padding: share of the tensors' elements that padding may reach, besides the `num_shards` - 1 elements
             that no layout can promise to avoid. None means `MAX_ROW_PADDING` without atoms, and no bound with them.

@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .checksum import MULTIPLIER, checksum_of
 from .dbuffer import DBuffer
 from .device import report_access
 from .geometry import ShardGeometry
-from .gradient_buffers import GradientBuffers
+from .gradient_buffers import make_gradient_buffers
 from .gradients import GroupGradients
 from .group_options import GroupContext, GroupOptions, OwnedParameter
-from .layout import plan_layout
+from .layout import GroupLayout, plan_layout
 from .lent import LentTensors
-from .parameter_pair import NoMainGrad, make_pair
-from .placement import Flat, flatten
+from .parameter_pair import NoMainGrad, foreign_parameter, frozen_when_sharded, make_pair
+from .placement import flatten
 from .shard_mesh import ShardMesh
 
 
@@ -44,8 +44,7 @@ class FsdpParameterGroup:
     Attributes:
         name: the unit's name and the group's index.
         main_weight: [local_numel], main dtype; what the optimizer updates and checkpoints hold.
-        model_weight: [local_numel], compute dtype; what is gathered. `main_weight` itself where it is cut alike and has
-            that dtype, or is cast by each gather, which saves a copy.
+        model_weight: [local_numel], compute dtype; what is gathered. `main_weight` itself where its cast can be.
         full_weight: [global_numel], compute dtype; what forward and backward read. Transient, or `model_weight` itself
             where no axis shards that.
         gradients: buffers and life of the gradients; None as long as no parameter has been trainable.
@@ -79,7 +78,7 @@ class FsdpParameterGroup:
         compute_dtype = originals[0].dtype
         main_dtype = options.mixed_precision_policy.main_dtype(compute_dtype, self.requires_grad)
         self._mesh = ShardMesh(options.mesh, placements.shard_axes, len(placements.dp_axes))
-        self.layout = plan_layout([tensor.shape for tensor in originals], self._mesh.num_shards)
+        self.layout = self._plan_layout([tensor.shape for tensor in originals])
         self._built_on_meta = frozenset(index for index, tensor in enumerate(originals) if tensor.is_meta)
         self._without_values = set(self._built_on_meta)
         self.values_checksum: torch.Tensor | int = 0
@@ -87,13 +86,7 @@ class FsdpParameterGroup:
         for index, original in enumerate(originals):
             if not original.is_meta:
                 self.main_weight.distribute(index, original)
-        self.model_weight = self.main_weight
-        gathers = any(isinstance(at, Shard) for at in placements.parameter)
-        if placements.parameter != placements.optimizer or (main_dtype != compute_dtype and not gathers):
-            self.model_weight = self._buffer("model_weight", flatten(placements.parameter), compute_dtype)
-        self.full_weight = self.model_weight
-        if gathers:
-            self.full_weight = self._buffer("full_weight", (Replicate(),) * self._mesh.ndim, compute_dtype, True)
+        self._make_weights(compute_dtype)
         self.gradients: GroupGradients | None = None
         self._make_parameters(originals)
         if self.requires_grad:
@@ -101,11 +94,30 @@ class FsdpParameterGroup:
         self.rename(unit, [f"{unit}+{number}" if number else unit for number in range(max(self._members) + 1)])
         self.attach_sharded()
 
+    def _plan_layout(self, shapes: Sequence[torch.Size]) -> GroupLayout:
+        return plan_layout(shapes, self._mesh.num_shards)
+
+    def _make_weights(self, compute_dtype: torch.dtype) -> None:
+        """Make what is gathered, and what it is gathered into."""
+        placements = self._options.placements
+        self.model_weight = self.main_weight
+        gathers = any(isinstance(at, Shard) for at in placements.parameter)
+        if placements.parameter != placements.optimizer or (self.main_weight.dtype != compute_dtype and not gathers):
+            self.model_weight = self._buffer("model_weight", flatten(placements.parameter), compute_dtype)
+        self.full_weight = self.model_weight
+        if gathers:
+            self.full_weight = self._buffer("full_weight", (Replicate(),) * self._mesh.ndim, compute_dtype, True)
+
     def _buffer(
-        self, kind: str, placements: Sequence[Placement], dtype: torch.dtype, is_transient: bool = False
+        self,
+        kind: str,
+        placements: Sequence[Placement],
+        dtype: torch.dtype,
+        is_transient: bool = False,
+        layout: GroupLayout | None = None,
     ) -> DBuffer:
         return DBuffer(
-            self.layout,
+            self.layout if layout is None else layout,
             self._mesh,
             placements,
             dtype=dtype,
@@ -117,24 +129,8 @@ class FsdpParameterGroup:
 
     def _plan_gradients(self) -> None:
         options = self._options
-        main_dtype = options.mixed_precision_policy.main_grads_dtype or self.main_weight.dtype
-        comm_dtype = options.mixed_precision_policy.grad_comm_dtype or main_dtype
-        pending = (Partial("avg" if options.gradient_reduction == "average" else "sum"),) * self._mesh.ndim
-        final = flatten(options.placements.optimizer)
-        resting = tuple(
-            Flat() if isinstance(at, Shard) else pending[axis] for axis, at in enumerate(options.placements.gradient)
-        )
-        has_part = resting not in (pending, final)
         self.gradients = GroupGradients(
-            GradientBuffers(
-                full=self._buffer("full_grad", pending, comm_dtype, is_transient=True),
-                held=self._buffer("held_grad", pending, main_dtype, is_transient=True),
-                partly=self._buffer("partly_grad", resting, main_dtype, is_transient=True) if has_part else None,
-                sliced=self._buffer("sliced_grad", resting, comm_dtype, is_transient=True) if has_part else None,
-                reduced=self._buffer("reduced_grad", final, comm_dtype, is_transient=True),
-                main=self._buffer("main_grad", final, main_dtype, is_transient=True),
-            ),
-            resting == pending,
+            make_gradient_buffers(options, self._mesh.ndim, self.main_weight.dtype, self._buffer),
             self.sharded_parameters,
             self.unsharded_parameters,
             options.grad_divisor,
@@ -216,7 +212,7 @@ class FsdpParameterGroup:
         if gradients is None:
             return
         gradients.drop_held()
-        if (context := self._live_context()) and gradients.has_partly:
+        if (context := self.live_context()) and gradients.has_partly:
             context.release_gradients(gradients.release_partly)
 
     def waiting_gradient(self, index: int) -> torch.Tensor | None:
@@ -232,11 +228,12 @@ class FsdpParameterGroup:
 
     def release_cleared_gradients(self) -> None:
         """Free the memory of gradients if all parameters' are None."""
-        gradients, context = self.gradients, self._live_context()
+        gradients, context = self.gradients, self.live_context()
         if context and gradients and gradients.holds_memory and gradients.is_cleared:
             context.release_gradients(gradients.release_main)
 
-    def _live_context(self) -> GroupContext | None:
+    def live_context(self) -> GroupContext | None:
+        """Return the context, if there is one and it is alive."""
         return None if self.context is None else self.context()
 
     @property
@@ -253,10 +250,8 @@ class FsdpParameterGroup:
         policy = self._options.mixed_precision_policy
         fqn = self.fqns[index]
         if requires_grad and policy.main_params_dtype not in (None, self.main_weight.dtype):
-            raise RuntimeError(
-                f"requires_grad of {fqn} in unit {self.name.rpartition('.')[0]}: expected a parameter with main "
-                f"weights in {policy.main_params_dtype}, got one that was frozen when it was sharded and has "
-                f"{self.main_weight.dtype}. Shard it trainable and freeze it afterwards."
+            raise frozen_when_sharded(
+                fqn, self.name.rpartition(".")[0], policy.main_params_dtype, self.main_weight.dtype
             )
         if self.on_requires_grad is not None and (callback := self.on_requires_grad()) is not None:
             callback()
@@ -287,21 +282,16 @@ class FsdpParameterGroup:
 
     def ensure_values(self) -> None:
         """Have initial values computed that are still missing."""
-        if self._without_values and (context := self._live_context()):
+        if self._without_values and (context := self.live_context()):
             context.initialize_values()
 
     def ensure_names(self) -> None:
         """Have parameters named by their place under the root, also before the first forward."""
-        if (context := self._live_context()) and not context.is_finalized:
+        if (context := self.live_context()) and not context.is_finalized:
             context.name_units()
 
     def set_values(self, index: int, tensor: torch.Tensor) -> None:
-        """Give parameter `index` its initial values.
-
-        Args:
-            index: position in the group.
-            tensor: full values, logical shape, the same on every rank.
-        """
+        """Give parameter `index` its initial values: full, logical shape, the same on every rank."""
         self.main_weight.distribute(index, tensor)
         self.values_checksum = self.values_checksum * MULTIPLIER + checksum_of(tensor)
         self._without_values.discard(index)
@@ -320,22 +310,29 @@ class FsdpParameterGroup:
         """Note that main weights have changed; the next unshard makes the compute weights from them.
 
         Args:
-            is_certain: whether they are about to change, so that no earlier forward can have its backward any more, and
-                gathers that still read them come first.
+            is_certain: whether they are about to change, after gathers that read them and with no backward to come.
         """
-        if is_certain and not self._is_stale and (context := self._live_context()):
+        if is_certain and not self._is_stale and (context := self.live_context()):
             context.await_gathers()
         self._is_stale = True
         self.num_steps += is_certain
 
     def sync_model_weight(self) -> None:
         """Make the compute weights from the main weights, if these have been written; sent where they lie apart."""
-        # A cast is no communication: one rank may do it alone, for writes that torch does not count.
-        is_due = self.is_stale or (self.lent and self.model_weight.placements == self.main_weight.placements)
-        if is_due and self.model_weight is not self.main_weight:
-            self.model_weight.refresh_from(self.main_weight)
+        # What is no communication one rank may do alone, for writes that torch does not count.
+        if self.is_stale or (self.lent and self._syncs_alone):
+            self._refresh_model_weight()
         self._is_stale = False
         self.lent.clear()
+
+    @property
+    def _syncs_alone(self) -> bool:
+        """Whether each rank makes its compute weights from its own main weights."""
+        return self.model_weight.placements == self.main_weight.placements
+
+    def _refresh_model_weight(self) -> None:
+        if self.model_weight is not self.main_weight:
+            self.model_weight.refresh_from(self.main_weight)
 
     def unshard(self) -> None:
         """Gather the compute weights into `full_weight`, allocating it unless it is there already."""
@@ -344,6 +341,10 @@ class FsdpParameterGroup:
             return
         if not self.full_weight.has_storage:
             self.full_weight.allocate()
+        self._gather()
+
+    def _gather(self) -> None:
+        """Fill `full_weight`, which has storage."""
         if self.model_weight.dtype == self.full_weight.dtype:
             self.model_weight.redistribute(self.full_weight)
         else:
@@ -376,11 +377,7 @@ class FsdpParameterGroup:
             for parameters_dict, name in places:
                 held = parameters_dict.get(name)
                 if held is not self.sharded_parameters[index] and held is not self.unsharded_parameters[index]:
-                    raise RuntimeError(
-                        f"parameter {self.fqns[index]} of unit {self.name.rpartition('.')[0]}: expected the one that "
-                        f"fully_shard put there, got {type(held).__name__}. Write new values with copy_; tie or "
-                        "replace parameters before fully_shard."
-                    )
+                    raise foreign_parameter(held, self.fqns[index], self.name.rpartition(".")[0])
         self.attach(self.unsharded_parameters)
 
     def attach(self, parameters: Sequence[nn.Parameter]) -> None:

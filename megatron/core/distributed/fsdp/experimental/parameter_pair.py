@@ -43,6 +43,22 @@ def make_pair(
     return sharded, unsharded
 
 
+def foreign_parameter(held: Any, fqn: str, unit: str) -> RuntimeError:
+    """Return what to raise where a module holds neither of the pair."""
+    return RuntimeError(
+        f"parameter {fqn} of unit {unit}: expected the one that fully_shard put there, got {type(held).__name__}. "
+        "Write new values with copy_; tie or replace parameters before fully_shard."
+    )
+
+
+def frozen_when_sharded(fqn: str, unit: str, expected: torch.dtype | None, dtype: torch.dtype) -> RuntimeError:
+    """Return what to raise where a parameter is to be trained that has main weights of the compute dtype."""
+    return RuntimeError(
+        f"requires_grad of {fqn} in unit {unit}: expected a parameter with main weights in {expected}, got one that "
+        f"was frozen when it was sharded and has {dtype}. Shard it trainable and freeze it afterwards."
+    )
+
+
 def _plain_dtensor(local: torch.Tensor, geometry: ShardGeometry) -> Any:
     """Return a plain DTensor, which `nn.Parameter` accepts; the caller gives it its class afterwards."""
     dtensor: Any = shard_dtensor(local, geometry)
