@@ -36,6 +36,7 @@ HOST_ONLY = {
     "test_trace_pool.py": "puts vector clocks in place of host streams; races.py and memory.py have real ones",
     "test_secondary_shard.py": "puts doubles in place of streams and graphs, on four ranks",
     "test_slot_plan.py": "computes with integers",
+    "test_number_formats.py": "compares hosts with numpy; number_formats.py compares GPUs with hosts",
     "test_symmetric_memory.py": "puts a double in place of NCCL's memory",
     "test_graph.py": "puts a double in place of CUDA graphs; graphs.py captures real ones",
     "test_graph_state.py": "puts a double in place of CUDA graphs; graphs.py captures real ones",
