@@ -19,6 +19,7 @@ setup(
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_finalize",
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh",
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_overlap",
+        "megatron.core.distributed.fsdp.mcore_fsdp_v2_precision",
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights",
         "megatron.core.distributed.fsdp.mcore_fsdp_v2_units",
         "megatron.core.distributed.fsdp.megatron_training",

@@ -13,6 +13,7 @@ from megatron.pretrain.moe_flags import add_moe_flags
 from megatron.pretrain.parallelism_flags import add_parallelism
 from megatron.pretrain.precision_flags import add_precision_flags
 from megatron.pretrain.prediction_flags import add_prediction_flags
+from megatron.pretrain.quantized_gather_flags import add_quantized_gather_flags
 from megatron.pretrain.recompute_flags import add_recompute_flags
 from megatron.pretrain.tokenizer import TOKENIZER_TYPES
 from megatron.pretrain.values import decay, integer, number, one_of
@@ -29,6 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         add_recompute_flags,
         _add_optimizer,
         add_precision_flags,
+        add_quantized_gather_flags,
         add_parallelism,
         add_checkpoint_flags,
         _add_output,

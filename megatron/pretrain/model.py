@@ -32,6 +32,7 @@ from megatron.pretrain.norm import SequenceParallelNorm
 from megatron.pretrain.pipeline import num_chunks
 from megatron.pretrain.precision_flags import compute_dtype, gradient_dtype
 from megatron.pretrain.prediction_flags import prediction_config
+from megatron.pretrain.quantized_gather_flags import quantization_recipe
 from megatron.pretrain.recompute_flags import recompute_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}
@@ -136,6 +137,9 @@ def _build_config(args: argparse.Namespace) -> TransformerConfig:
         params_dtype=DTYPES[compute_dtype(args)],
         pipeline_dtype=DTYPES[compute_dtype(args)],
         calculate_per_token_loss=args.calculate_per_token_loss,
+        first_last_layers_bf16=args.first_last_layers_bf16,
+        num_layers_at_start_in_bf16=args.num_layers_at_start_in_bf16,
+        num_layers_at_end_in_bf16=args.num_layers_at_end_in_bf16,
         **recompute_config(args),
         **prediction_config(args),
         **expert_config(args),
@@ -204,6 +208,7 @@ def _wrap(
             megatron_fsdp_trace_pool=args.fsdp_trace_pool,
             megatron_fsdp_create_all_gather_group=args.create_all_gather_group,
             megatron_fsdp_min_unit_numel=args.megatron_fsdp_min_unit_numel,
+            megatron_fsdp_quantized_gather=quantization_recipe(args),
             nccl_ub=args.nccl_ub,
             overlap_grad_reduce=True,
             overlap_param_gather=True,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron.pretrain.moe_flags import EXPERT_FLAGS, balances_by_loss
 from megatron.pretrain.precision_flags import DYNAMIC_SCALE_FLAGS, MOMENT_FLAGS, has_dynamic_scale
 from megatron.pretrain.prediction_flags import PREDICTION_FLAGS
+from megatron.pretrain.quantized_gather_flags import KEPT_LAYER_FLAGS, QUANTIZED_GATHER_FLAGS
 from megatron.pretrain.recompute_flags import FULL_RECOMPUTE_FLAGS, SELECTIVE_RECOMPUTE_FLAGS
 
 FSDP_V2_FLAGS = (
@@ -30,6 +31,7 @@ FSDP_V2_FLAGS = (
     "--create-all-gather-group",
     "--megatron-fsdp-min-unit-numel",
     "--nccl-ub",
+    "--quantized-gather",
 )
 DDP_FLAGS = (
     "--use-distributed-optimizer",
@@ -149,6 +151,14 @@ REQUIREMENTS = (
     _R(MOMENT_FLAGS, "--use-precision-aware-optimizer", lambda a: a.use_precision_aware_optimizer),
     _R(("--cuda-graph-warmup-steps",), "--cuda-graph-impl full_iteration", lambda a: a.cuda_graph_impl != "none"),
     _R(FSDP_V2_FLAGS, "--use-megatron-fsdp-v2", lambda a: a.use_megatron_fsdp_v2),
+    _R(QUANTIZED_GATHER_FLAGS, "--quantized-gather", lambda a: a.quantized_gather is not None),
+    _R(
+        ("--quantized-gather-scaling",),
+        "--quantized-gather fp8 (the others' blocks have one size)",
+        lambda a: a.quantized_gather == "fp8",
+    ),
+    _R(("--first-last-layers-bf16",), "--quantized-gather", lambda a: a.quantized_gather is not None),
+    _R(KEPT_LAYER_FLAGS, "--first-last-layers-bf16", lambda a: a.first_last_layers_bf16),
     _R(
         ("--megatron-fsdp-static-gradients",),
         "no --fsdp-trace-pool (with which gradients keep their memory in any case)",

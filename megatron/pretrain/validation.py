@@ -14,6 +14,7 @@ from megatron.pretrain.moe_flags import complete_experts
 from megatron.pretrain.pipeline import check_microbatches, complete_pipeline
 from megatron.pretrain.precision_flags import check_fsdp_dtypes, complete_precision
 from megatron.pretrain.prediction_flags import check_prediction
+from megatron.pretrain.quantized_gather_flags import check_quantized_gather_flags
 from megatron.pretrain.recompute_flags import choose_granularity, complete_recompute
 from megatron.pretrain.requirements import check_requirements, has_files
 from megatron.pretrain.tokenizer import ByteLevelTokenizer, Vocabulary, load_tokenizer, vocabulary_without_tokenizer
@@ -33,6 +34,7 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
     choose_granularity(args)
     check_requirements(args)
     complete_precision(args)
+    check_quantized_gather_flags(args)
     num_copies = data_parallel_size(args, world_size)
     _check_fsdp(args, num_copies)
     _complete_model(args)

@@ -62,10 +62,16 @@ class Run:
     state: dict[str, dict[str, torch.Tensor]]
 
 
-def run_reference(recipe: Recipe, world_size: int) -> Run:
-    """Train in this process on the global batch: the ranks' microbatches, one after another."""
+def run_reference(
+    recipe: Recipe, world_size: int, compute: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+) -> Run:
+    """Train in this process on the global batch: the ranks' microbatches, one after another.
+
+    With `compute` forward and backward see what it makes of each named weight, and the weight gets that one's gradient.
+    """
     model = build(recipe.model).to(recipe.device, recipe.dtype)
     optimizer = OPTIMIZERS[recipe.optimizer]([p for p in model.parameters() if p.requires_grad])
+    call = model if compute is None else _Seen(model, compute)
     losses, norms = [], []
     share = world_size * recipe.microbatches
     for step in range(recipe.steps):
@@ -74,7 +80,7 @@ def run_reference(recipe: Recipe, world_size: int) -> Run:
         for index in range(recipe.microbatches):
             for rank in range(world_size):
                 inputs, targets = _slice(model, recipe, step, index, rank, world_size)
-                loss = loss_of(model, inputs, targets)
+                loss = loss_of(call, inputs, targets)
                 (loss / share).backward()
                 total += loss.item() / share
         losses.append(total)
@@ -94,6 +100,20 @@ def run_reference(recipe: Recipe, world_size: int) -> Run:
             if p in optimizer.state
         },
     )
+
+
+class _Seen:
+    """A model whose forward sees other weights."""
+
+    def __init__(self, model: nn.Module, compute: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        self._model, self._compute = model, compute
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        weights = {
+            name: parameter + (self._compute(name, parameter.detach()) - parameter).detach()
+            for name, parameter in self._model.named_parameters()
+        }
+        return torch.func.functional_call(self._model, weights, (inputs,))
 
 
 def run_sharded(recipe: Recipe) -> Run:

@@ -42,7 +42,6 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     check_model_config,
     check_overlap,
     check_pipeline,
-    mixed_precision_policy,
     schedule_policy,
     shard_placements,
 )
@@ -59,6 +58,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import (
     whole_model_group,
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_overlap import OverlapDriver, refuse_shared_modules
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_precision import keep_first_and_last, mixed_precision_policy
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import (
     check_equal_shards,
     find_seen_in_parts,
@@ -175,6 +175,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
             for run, has_experts in runs:
                 of_run = of_experts if has_experts else options
                 of_run = keep_gathered(of_run) if run[0] in shared else of_run
+                of_run = keep_first_and_last(run, of_run, config)
                 unit = run[0] if len(run) == 1 else list(run)
                 fully_shard(unit, **of_run, register_hooks=not is_planned)
         self.fsdp_context: FsdpContext = context

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
-from functools import reduce
 from importlib.util import find_spec
 
 import torch
@@ -20,6 +19,7 @@ from megatron.core.distributed.fsdp.experimental import (
     STRATEGIES,
     MixedPrecisionPolicy,
     Placements,
+    QuantizationRecipe,
     SchedulePolicy,
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import check_expert_layout
@@ -50,6 +50,8 @@ class DistributedDataParallelConfig(_StockConfig):
         megatron_fsdp_create_all_gather_group: gather weights in process groups of their own, as
             `fully_shard_context(separate_communicators=True)` does. They are made here: the all-gather group of
             megatron-core's `initialize_model_parallel(create_all_gather_group=True)` is not needed.
+        megatron_fsdp_quantized_gather: keep and gather the layers' matrices in a low-bit format: a recipe, or "fp8",
+            "mxfp8" or "nvfp4" for its defaults. With the model config's `first_last_layers_bf16` some layers are not.
         megatron_fsdp_min_unit_numel: join neighbouring units until one has so many parameters, so that small layers are
             gathered and reduced together; 0 for none.
     """
@@ -66,6 +68,7 @@ class DistributedDataParallelConfig(_StockConfig):
     megatron_fsdp_trace_pool: bool = False
     megatron_fsdp_create_all_gather_group: bool = False
     megatron_fsdp_min_unit_numel: int = 0
+    megatron_fsdp_quantized_gather: QuantizationRecipe | str | None = None
 
 
 _HONOURED = frozenset(
@@ -81,6 +84,7 @@ _HONOURED = frozenset(
         "megatron_fsdp_main_grads_dtype",
         "megatron_fsdp_main_params_dtype",
         "megatron_fsdp_min_unit_numel",
+        "megatron_fsdp_quantized_gather",
         "megatron_fsdp_reshard_after_forward",
         "megatron_fsdp_static_gradients",
         "megatron_fsdp_trace_pool",
@@ -284,34 +288,6 @@ def shard_placements(ddp_config: _StockConfig) -> Placements:
         ddp_config.data_parallel_sharding_strategy,
         outer=ddp_config.outer_dp_sharding_strategy if has_outer else None,
     )
-
-
-def mixed_precision_policy(ddp_config: _StockConfig, module: nn.Module) -> MixedPrecisionPolicy:
-    """Return the dtypes that the config means for this module."""
-    main_grads = getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None)
-    if ddp_config.grad_reduce_in_fp32:
-        if main_grads not in (None, torch.float32):
-            raise ValueError(
-                f"megatron_fsdp_main_grads_dtype: expected torch.float32 or None with grad_reduce_in_fp32, got "
-                f"{main_grads}. Drop one of the two."
-            )
-        main_grads = torch.float32
-    if main_grads is None:
-        # Units share one policy, so that parameters kept in float32 among narrower ones lose nothing.
-        dtypes = [parameter.dtype for parameter in module.parameters() if parameter.requires_grad]
-        main_grads = reduce(torch.promote_types, dtypes) if dtypes else None
-    policy = MixedPrecisionPolicy(
-        main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", torch.float32),
-        main_grads_dtype=main_grads,
-        grad_comm_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None),
-    )
-    sent = policy.grad_comm_dtype
-    if main_grads is not None and sent is not None and torch.promote_types(sent, main_grads) != main_grads:
-        raise ValueError(
-            f"megatron_fsdp_grad_comm_dtype: expected no wider than {main_grads}, in which gradients accumulate, got "
-            f"{sent}. Set --megatron-fsdp-main-grads-dtype as wide, or send less."
-        )
-    return policy
 
 
 def schedule_policy(ddp_config: _StockConfig) -> SchedulePolicy:

@@ -19,6 +19,7 @@ from .norms import GradientStatistics, clip_grad_norm_, clip_grads_with_norm_, g
 from .optimizer import fully_shard_optimizer
 from .placement import Flat
 from .policy import OUTER_STRATEGIES, STRATEGIES, MixedPrecisionPolicy, Placements, SchedulePolicy
+from .recipes import Fp8Recipe, Mxfp8Recipe, Nvfp4Recipe, QuantizationRecipe
 from .schedule import FsdpContext
 
 __all__ = [
@@ -29,13 +30,17 @@ __all__ = [
     "CheckpointSaver",
     "DBuffer",
     "Flat",
+    "Fp8Recipe",
     "FsdpContext",
     "FsdpDTensor",
     "FsdpModule",
     "GradientStatistics",
     "LoadReport",
     "MixedPrecisionPolicy",
+    "Mxfp8Recipe",
+    "Nvfp4Recipe",
     "Placements",
+    "QuantizationRecipe",
     "SchedulePolicy",
     "capture_iteration",
     "check_ranks",

@@ -90,7 +90,7 @@ class ContextMemory:
         Raises:
             ValueError: no unit has trainable parameters.
         """
-        if self.pool is not None and not any(group.requires_grad for group in self._groups()):
+        if self.pool is not None and not any(group.requires_grad for group in self.parameter_groups()):
             raise ValueError(
                 "fully_shard_context trace_pool: expected units with trainable parameters, got none; no iteration "
                 "would be recorded. Leave it out."
@@ -137,12 +137,13 @@ class ContextMemory:
 
     def _process_groups(self) -> Iterable[dist.ProcessGroup]:
         """Return the groups that the units communicate in, in one order on every rank."""
-        meshes = [group.main_weight.mesh for group in self._groups()]
+        meshes = [group.main_weight.mesh for group in self.parameter_groups()]
         of_axes = [(mesh.group(axis), mesh.gather_group(axis)) for mesh in meshes for axis in range(mesh.ndim)]
         groups = {group.group_name: group for both in of_axes for group in both}
         return [group for _, group in sorted(groups.items())]
 
-    def _groups(self) -> Iterable[FsdpParameterGroup]:
+    def parameter_groups(self) -> Iterable[FsdpParameterGroup]:
+        """Return the groups of all units, in one order on every rank."""
         return (group for unit in self.units() for group in unit.parameter_groups)
 
     def _begin_forward(self) -> None:
@@ -184,8 +185,8 @@ class ContextMemory:
 
     def _has_recorded(self, pool: TracePool) -> bool:
         """Return whether the recorded iteration has ended; see [Note: the recorded iteration]."""
-        steps = {id(group): group.num_steps for group in self._groups()}
-        trained = [group for group in self._groups() if group.requires_grad and _has_run(group)]
+        steps = {id(group): group.num_steps for group in self.parameter_groups()}
+        trained = [group for group in self.parameter_groups() if group.requires_grad and _has_run(group)]
         if self._steps_at_start is None or not any(_has_gradients(group) for group in trained):
             pool.forget()
             self._steps_at_start, self._steps_seen = steps, sum(steps.values())

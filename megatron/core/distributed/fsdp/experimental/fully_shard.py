@@ -36,9 +36,10 @@ from .graphed_forward import graph_forward
 from .group_options import GradientReduction, GroupOptions, OwnedParameter
 from .joint import register_joint_hooks
 from .module import FsdpModule
-from .ownership import group_parameters, jointly_owned_parameters, own_modules, owned_parameters
+from .ownership import group_parameters, is_quantized, jointly_owned_parameters, own_modules, owned_parameters
 from .parameter_group import FsdpParameterGroup
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
+from .quantized_group import KeptQuantizedGroup, QuantizedGroup
 from .replaced import retire
 from .schedule import FsdpContext
 from .secondary_shard import SecondarilyShardedGroup
@@ -193,11 +194,11 @@ def _attach(
     module, *followers = modules
     label = f"{type(module).__name__}#{len(context.units())}"
     record = record_unit(owned, options, register_hooks)
-    reshard = schedule_policy.reshard_after_forward
-    make_group: Callable[..., FsdpParameterGroup] = (
-        partial(SecondarilyShardedGroup, num_ranks=reshard) if type(reshard) is int else FsdpParameterGroup
+    members = group_parameters(owned, options.mixed_precision_policy.recipe)
+    kinds = [_group_kind(group[0], options, schedule_policy) for group in members]
+    groups = tuple(
+        kind(group, options, label, index) for index, (kind, group) in enumerate(zip(kinds, members, strict=True))
     )
-    groups = tuple(make_group(members, options, label, index) for index, members in enumerate(group_parameters(owned)))
     for item in owned:
         retire(item.parameter, item.fqn, label)
     for member in modules:
@@ -220,6 +221,17 @@ def _attach(
         context.absorb(other)
     context.register_module(unit, record)
     watch_steps()
+
+
+def _group_kind(
+    member: OwnedParameter, options: GroupOptions, schedule_policy: SchedulePolicy
+) -> Callable[..., FsdpParameterGroup]:
+    """Return what makes the group of a parameter."""
+    quantizes = is_quantized(member, options.mixed_precision_policy.recipe)
+    reshard = schedule_policy.reshard_after_forward
+    if type(reshard) is int:
+        return partial(KeptQuantizedGroup if quantizes else SecondarilyShardedGroup, num_ranks=reshard)
+    return QuantizedGroup if quantizes else FsdpParameterGroup
 
 
 def _default_device() -> torch.device:

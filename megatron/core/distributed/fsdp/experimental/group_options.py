@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -19,7 +19,7 @@ from .policy import MixedPrecisionPolicy, Placements
 GradientReduction = Literal["average", "sum"]
 """What gradients of different ranks become: their mean, or their sum (for losses that are sums)."""
 
-_LASTING = frozenset({"main_weight", "model_weight", "main_grad"})
+_LASTING = frozenset({"main_weight", "model_weight", "model_scales", "main_grad"})
 
 
 @dataclass
@@ -32,12 +32,14 @@ class OwnedParameter:
         places: ``module._parameters`` dicts and the names in them; several for a tied weight. A dict rather than its
             module, so that a unit and its group form no reference cycle.
         member: which of the unit's modules has it, where several form one unit.
+        is_embedding: whether a torch module for embeddings has it.
     """
 
     fqn: str
     parameter: nn.Parameter
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     member: int = 0
+    is_embedding: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ class GroupContext(Protocol):
 
     def initialize_values(self) -> None:
         """Compute initial values that are missing."""
+        ...
+
+    def parameter_groups(self) -> Iterable[Any]:
+        """Return the groups of all units, in one order on every rank."""
         ...
 
     def name_units(self) -> None:

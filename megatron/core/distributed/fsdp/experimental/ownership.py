@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-import torch
 from torch import nn
 
 from .group_options import OwnedParameter
 from .module import FsdpModule
+from .recipes import QuantizationRecipe
 
 
 def own_modules(module: nn.Module, future: Collection[nn.Module] = ()) -> Iterator[nn.Module]:
@@ -38,6 +38,7 @@ def owned_parameters(module: nn.Module, future: Collection[nn.Module] = ()) -> l
             fqn = f"{prefix}.{name}" if prefix else name
             entry = owned.setdefault(id(parameter), OwnedParameter(fqn, parameter))
             entry.places.append((owner._parameters, name))
+            entry.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
     return list(owned.values())
 
 
@@ -51,17 +52,36 @@ def jointly_owned_parameters(modules: Sequence[nn.Module]) -> list[OwnedParamete
                 item.member = number
             else:
                 known.places += item.places
+                known.is_embedding |= item.is_embedding
     return list(owned.values())
 
 
-def group_parameters(owned: list[OwnedParameter]) -> list[list[OwnedParameter]]:
-    """Group by (dtype, requires_grad), in the order in which they first occur.
+def group_parameters(owned: list[OwnedParameter], recipe: QuantizationRecipe | None) -> list[list[OwnedParameter]]:
+    """Group by (dtype, requires_grad) and by whether they are quantized, in the order in which they first occur.
 
     A parameter whose attribute ``fsdp_group`` is set shares a group with those of an equal value only, so that its
     place in the buffer does not depend on others.
     """
-    groups: dict[tuple[torch.dtype, bool, object], list[OwnedParameter]] = {}
+    groups: dict[tuple[object, ...], list[OwnedParameter]] = {}
     for item in owned:
-        key = (item.parameter.dtype, item.parameter.requires_grad, getattr(item.parameter, "fsdp_group", None))
+        parameter = item.parameter
+        key = (
+            parameter.dtype,
+            parameter.requires_grad,
+            getattr(parameter, "fsdp_group", None),
+            is_quantized(item, recipe),
+        )
         groups.setdefault(key, []).append(item)
     return list(groups.values())
+
+
+def is_quantized(item: OwnedParameter, recipe: QuantizationRecipe | None) -> bool:
+    """Return whether a parameter is kept and gathered in low bits: a matrix that the recipe does not keep."""
+    parameter = item.parameter
+    return (
+        recipe is not None
+        and parameter.is_floating_point()
+        and parameter.ndim >= 2
+        and not item.is_embedding
+        and not recipe.keeps(item.fqn)
+    )

@@ -42,6 +42,7 @@ class FsdpParameterGroup:
         index: position of the group in its unit.
 
     Attributes:
+        options: as given.
         name: the unit's name and the group's index.
         main_weight: [local_numel], main dtype; what the optimizer updates and checkpoints hold.
         model_weight: [local_numel], compute dtype; what is gathered. `main_weight` itself where its cast can be.
@@ -69,7 +70,7 @@ class FsdpParameterGroup:
         self.fqns = [owned.fqn for owned in parameters]
         self._members = [owned.member for owned in parameters]
         self._places = [owned.places for owned in parameters]
-        self._options = options
+        self.options = options
         self._is_stale, self.lent = True, LentTensors()
         self.has_final_gradients = True
         self.num_steps = self.num_freezes = 0
@@ -99,7 +100,7 @@ class FsdpParameterGroup:
 
     def _make_weights(self, compute_dtype: torch.dtype) -> None:
         """Make what is gathered, and what it is gathered into."""
-        placements = self._options.placements
+        placements = self.options.placements
         self.model_weight = self.main_weight
         gathers = any(isinstance(at, Shard) for at in placements.parameter)
         if placements.parameter != placements.optimizer or (self.main_weight.dtype != compute_dtype and not gathers):
@@ -121,14 +122,14 @@ class FsdpParameterGroup:
             self._mesh,
             placements,
             dtype=dtype,
-            device=self._options.device,
+            device=self.options.device,
             name=f"{self.name}.{kind}",
-            allocator=self._options.allocator_of(kind),
+            allocator=self.options.allocator_of(kind),
             is_transient=is_transient,
         )
 
     def _plan_gradients(self) -> None:
-        options = self._options
+        options = self.options
         self.gradients = GroupGradients(
             make_gradient_buffers(options, self._mesh.ndim, self.main_weight.dtype, self._buffer),
             self.sharded_parameters,
@@ -140,7 +141,7 @@ class FsdpParameterGroup:
     def _make_parameters(self, originals: Sequence[nn.Parameter]) -> None:
         self.sharded_parameters, self.unsharded_parameters = list[nn.Parameter](), list[nn.Parameter]()
         for index, (original, fqn) in enumerate(zip(originals, self.fqns, strict=True)):
-            cut = self._options.model_cut(original, fqn)
+            cut = self.options.model_cut(original, fqn)
             geometry = ShardGeometry(fqn, self.layout, index, self._mesh, weakref.ref(self), cut)
             pieces = self.main_weight.pieces[index], self.full_weight.pieces[index]
             sharded, unsharded = make_pair(original, *pieces, geometry)
@@ -247,7 +248,7 @@ class FsdpParameterGroup:
         Raises:
             RuntimeError: the unit computes, or the parameter has no main weight that could be trained.
         """
-        policy = self._options.mixed_precision_policy
+        policy = self.options.mixed_precision_policy
         fqn = self.fqns[index]
         if requires_grad and policy.main_params_dtype not in (None, self.main_weight.dtype):
             raise frozen_when_sharded(

@@ -14,6 +14,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .recipes import Fp8Recipe, Mxfp8Recipe, Nvfp4Recipe, QuantizationRecipe, choose_recipe
+
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron's names for what the inner data-parallel axis shards: nothing, ZeRO-1, ZeRO-2, ZeRO-3."""
 
@@ -128,16 +130,25 @@ class Placements:
 class MixedPrecisionPolicy:
     """Dtypes of what the runtime keeps and sends; the compute dtype is the dtype of the module's parameters.
 
+    With `fp8`, `mxfp8` or `nvfp4` weights rest and travel in that format, and the compute weights are made from it
+    after each gather; see docs/precision.md.
+
     Attributes:
         main_params_dtype: dtype of the main weights, which the optimizer updates. None keeps the compute dtype.
         main_grads_dtype: dtype in which gradients accumulate over microbatches. None means the dtype of the main
             weights, which is what a torch optimizer expects of ``.grad``.
         grad_comm_dtype: dtype in which gradients are sent. None means `main_grads_dtype`.
+        fp8: recipe for weights in FP8; True for its defaults.
+        mxfp8: recipe for weights in MXFP8; True for its defaults.
+        nvfp4: recipe for weights in NVFP4; True for its defaults.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
+    fp8: Fp8Recipe | bool | None = None
+    mxfp8: Mxfp8Recipe | bool | None = None
+    nvfp4: Nvfp4Recipe | bool | None = None
 
     def __post_init__(self) -> None:
         for field in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
@@ -146,6 +157,12 @@ class MixedPrecisionPolicy:
                 raise ValueError(
                     f"MixedPrecisionPolicy.{field}: expected a floating-point torch.dtype or None, got {value!r}."
                 )
+        choose_recipe(self.fp8, self.mxfp8, self.nvfp4)
+
+    @property
+    def recipe(self) -> QuantizationRecipe | None:
+        """How weights are quantized; None for weights in their compute dtype."""
+        return choose_recipe(self.fp8, self.mxfp8, self.nvfp4)
 
     def main_dtype(self, compute_dtype: torch.dtype, is_trainable: bool) -> torch.dtype:
         """Return the dtype of main weights; frozen ones keep their compute dtype."""

@@ -28,6 +28,7 @@ from .indexed_order import IndexedOrder
 from .initial_values import initialize_values
 from .learnt_order import LearntOrder
 from .prefetch import Direction, units_ahead
+from .quantized_group import check_recipes
 from .reductions import ReductionQueue
 from .secondary_shard import drop_copies, keep_copies, make_subgroups
 from .unit import Unit, find_roots, order_units
@@ -120,16 +121,16 @@ class FsdpContext(ContextMemory):
         return list(self._registered)
 
     def finalize(self) -> None:
-        """Fix roots, names and the static prefetch orders: forward as defined, backward in reverse.
-
-        Several roots run forward in the order they were built and backward in the reverse order.
+        """Fix roots, names and the static prefetch orders: see `order_units`.
 
         Raises:
             RuntimeError: other ranks have built other units; on every rank.
+            ValueError: see `check_recipes`.
         """
         if self._is_finalized:
             return
         self.name_units()
+        check_recipes(self.parameter_groups())
         self.initialize_values()
         recorded = [unit for unit in self.forward_order if id(unit) in self._records]
         check_units([(unit, self._records[id(unit)]) for unit in recorded], self.device)
@@ -149,7 +150,7 @@ class FsdpContext(ContextMemory):
         """Compute the initial values of parameters that were built on the meta device, if they are still missing."""
         if self.is_initializing or not self._may_lack_values:
             return
-        self._may_lack_values = any(group.lacks_values for unit in self.units() for group in unit.parameter_groups)
+        self._may_lack_values = any(group.lacks_values for group in self.parameter_groups())
         if not self._may_lack_values:
             return
         self.is_initializing = True
@@ -311,9 +312,8 @@ class FsdpContext(ContextMemory):
         self._note_finality(is_last=True)
 
     def _note_finality(self, is_last: bool) -> None:
-        for unit in self.forward_order:
-            for group in unit.parameter_groups:
-                group.has_final_gradients = is_last and not group.has_unreduced_gradients
+        for group in self.parameter_groups():
+            group.has_final_gradients = is_last and not group.has_unreduced_gradients
 
     def release_gradients(self, release: Callable[[], None]) -> None:
         """Call `release`, which frees gradients that compute may still read."""

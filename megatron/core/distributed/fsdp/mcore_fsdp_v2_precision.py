@@ -1,0 +1,100 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""In which precision the weights and gradients of a Megatron-Core chunk are kept and sent; it shards nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import torch
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig as _StockConfig,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megatron.core.distributed.fsdp.experimental import (
+    Fp8Recipe,
+    MixedPrecisionPolicy,
+    Mxfp8Recipe,
+    Nvfp4Recipe,
+)
+
+QUANTIZED_GATHERS = {"fp8": Fp8Recipe, "mxfp8": Mxfp8Recipe, "nvfp4": Nvfp4Recipe}
+"""Recipes by the names that `megatron_fsdp_quantized_gather` may have instead of one."""
+
+
+def mixed_precision_policy(ddp_config: _StockConfig, module: nn.Module) -> MixedPrecisionPolicy:
+    """Return the precision that the config means for this module."""
+    main_grads = getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None)
+    if ddp_config.grad_reduce_in_fp32:
+        if main_grads not in (None, torch.float32):
+            raise ValueError(
+                f"megatron_fsdp_main_grads_dtype: expected torch.float32 or None with grad_reduce_in_fp32, got "
+                f"{main_grads}. Drop one of the two."
+            )
+        main_grads = torch.float32
+    if main_grads is None:
+        # Units share one policy, so that parameters kept in float32 among narrower ones lose nothing.
+        dtypes = [parameter.dtype for parameter in module.parameters() if parameter.requires_grad]
+        main_grads = reduce(torch.promote_types, dtypes) if dtypes else None
+    policy = MixedPrecisionPolicy(
+        main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", torch.float32),
+        main_grads_dtype=main_grads,
+        grad_comm_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None),
+        **_recipe(ddp_config),
+    )
+    sent = policy.grad_comm_dtype
+    if main_grads is not None and sent is not None and torch.promote_types(sent, main_grads) != main_grads:
+        raise ValueError(
+            f"megatron_fsdp_grad_comm_dtype: expected no wider than {main_grads}, in which gradients accumulate, got "
+            f"{sent}. Set --megatron-fsdp-main-grads-dtype as wide, or send less."
+        )
+    return policy
+
+
+def _recipe(ddp_config: _StockConfig) -> dict[str, Any]:
+    """Return the policy's field for low-bit weights, if the config names a format or has a recipe."""
+    asked = getattr(ddp_config, "megatron_fsdp_quantized_gather", None)
+    if asked is None:
+        return {}
+    recipe = QUANTIZED_GATHERS[asked]() if isinstance(asked, str) and asked in QUANTIZED_GATHERS else asked
+    if not isinstance(recipe, tuple(QUANTIZED_GATHERS.values())):
+        raise ValueError(
+            f"megatron_fsdp_quantized_gather: expected one of {tuple(QUANTIZED_GATHERS)} or a recipe, got {asked!r}. "
+            "Set --quantized-gather to one of them."
+        )
+    return {recipe.name: recipe}
+
+
+def keep_first_and_last(run: Sequence[nn.Module], options: dict[str, Any], config: TransformerConfig) -> dict[str, Any]:
+    """Return what `fully_shard` is told of a unit: without low-bit weights where its layers are to stay as they are.
+
+    Args:
+        run: the unit's modules.
+        options: of units like it.
+        config: its `first_last_layers_bf16` and the numbers of layers beside it.
+
+    Raises:
+        ValueError: a unit of layers of both kinds.
+    """
+    policy = options["mixed_precision_policy"]
+    if policy.recipe is None or not getattr(config, "first_last_layers_bf16", False):
+        return options
+    end = config.num_layers - config.num_layers_at_end_in_bf16
+    kept = {
+        not config.num_layers_at_start_in_bf16 < layer.layer_number <= end
+        for layer in run
+        if getattr(layer, "layer_number", None) is not None
+    }
+    if len(kept) > 1:
+        raise ValueError(
+            "first_last_layers_bf16: expected units of layers that are quantized or of layers that are not, got both "
+            "in one unit. Drop --megatron-fsdp-min-unit-numel."
+        )
+    if kept != {True}:
+        return options
+    return options | {"mixed_precision_policy": replace(policy, fp8=None, mxfp8=None, nvfp4=None)}
