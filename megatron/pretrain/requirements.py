@@ -9,6 +9,14 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron.pretrain.low_bit_flags import (
+    DELAYED_FLAGS,
+    EDGE_FLAGS,
+    FP8_FLAGS,
+    computes_in_low_bits,
+    has_delayed_scales,
+    keeps_transposes,
+)
 from megatron.pretrain.moe_flags import EXPERT_FLAGS, balances_by_loss
 from megatron.pretrain.precision_flags import DYNAMIC_SCALE_FLAGS, MOMENT_FLAGS, has_dynamic_scale
 from megatron.pretrain.prediction_flags import PREDICTION_FLAGS
@@ -30,6 +38,7 @@ FSDP_V2_FLAGS = (
     "--create-all-gather-group",
     "--megatron-fsdp-min-unit-numel",
     "--nccl-ub",
+    *("--fp8-param-gather", "--fp4-param-gather", "--keep-fp8-transpose-cache"),
 )
 DDP_FLAGS = (
     "--use-distributed-optimizer",
@@ -147,6 +156,16 @@ REQUIREMENTS = (
     ),
     _R(("--use-precision-aware-optimizer",), "--optimizer adam", lambda a: a.optimizer == "adam"),
     _R(MOMENT_FLAGS, "--use-precision-aware-optimizer", lambda a: a.use_precision_aware_optimizer),
+    _R(FP8_FLAGS, "--fp8-format", lambda a: a.fp8_format is not None),
+    _R(DELAYED_FLAGS, "--fp8-format with --fp8-recipe delayed", has_delayed_scales),
+    _R(("--fp4-param-gather",), "--fp4-format", lambda a: a.fp4_format is not None),
+    _R(("--first-last-layers-bf16",), "--fp8-format or --fp4-format", computes_in_low_bits),
+    _R(EDGE_FLAGS, "--first-last-layers-bf16", lambda a: a.first_last_layers_bf16),
+    _R(
+        ("--keep-fp8-transpose-cache",),
+        "--fp8-param-gather with another --fp8-recipe than mxfp8 (which quantizes for both directions)",
+        keeps_transposes,
+    ),
     _R(("--cuda-graph-warmup-steps",), "--cuda-graph-impl full_iteration", lambda a: a.cuda_graph_impl != "none"),
     _R(FSDP_V2_FLAGS, "--use-megatron-fsdp-v2", lambda a: a.use_megatron_fsdp_v2),
     _R(
