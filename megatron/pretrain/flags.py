@@ -9,6 +9,7 @@ What a flag's value may be by itself is said here; whether values fit together i
 import argparse
 
 from megatron.pretrain.checkpoint_flags import add_checkpoint_flags
+from megatron.pretrain.low_bit_flags import add_low_bit_flags
 from megatron.pretrain.moe_flags import add_moe_flags
 from megatron.pretrain.parallelism_flags import add_parallelism
 from megatron.pretrain.precision_flags import add_precision_flags
@@ -31,6 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         _add_optimizer,
         add_precision_flags,
         add_quantized_gather_flags,
+        add_low_bit_flags,
         add_parallelism,
         add_checkpoint_flags,
         _add_output,

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core import parallel_state
 from megatron.pretrain.attention import SdpaCoreAttention
 from megatron.pretrain.initial_experts import drawn_by_number
+from megatron.pretrain.low_bit_flags import computes_in_low_bits, low_bit_config, low_bit_gathers
 from megatron.pretrain.moe_flags import expert_config
 from megatron.pretrain.norm import SequenceParallelNorm
 from megatron.pretrain.pipeline import num_chunks
@@ -94,11 +95,12 @@ def uses_transformer_engine(args: argparse.Namespace) -> bool:
         ValueError: They were asked for and cannot run here.
     """
     is_possible = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-    if args.transformer_impl == "transformer_engine" and not is_possible:
+    is_needed = computes_in_low_bits(args)
+    if (is_needed or args.transformer_impl == "transformer_engine") and not is_possible:
+        flag = "--fp8-format or --fp4-format" if is_needed else "--transformer-impl transformer_engine"
         raise ValueError(
-            "Layers: expected CUDA and an installed transformer-engine, got a host that lacks one "
-            "of them for "
-            "--transformer-impl transformer_engine. Install it, or use --transformer-impl local."
+            "Layers: expected CUDA and an installed transformer-engine, got a host that lacks one of them for "
+            f"{flag}. Install it, or use --transformer-impl local in bf16."
         )
     return is_possible and args.transformer_impl != "local"
 
@@ -143,6 +145,7 @@ def _build_config(args: argparse.Namespace) -> TransformerConfig:
         **recompute_config(args),
         **prediction_config(args),
         **expert_config(args),
+        **low_bit_config(args),
         # These need Apex, TransformerEngine or a C++ compiler at run time.
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -214,6 +217,7 @@ def _wrap(
             overlap_param_gather=True,
             # With a graph the loop looks at the norm once the iteration is over.
             check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and args.cuda_graph_impl == "none",
+            **low_bit_gathers(args),
         )
         return v2.FullyShardedDataParallel(config, ddp_config, model, pg_collection=groups)
 

@@ -8,16 +8,13 @@ What a format is, and which weights are quantized, is Megatron-FSDP v2's affair.
 import argparse
 from typing import Any
 
-from megatron.pretrain.values import integer, one_of
+from megatron.pretrain.values import one_of
 
 FORMATS = ("fp8", "mxfp8", "nvfp4")
 QUANTIZED_GATHER_FLAGS = (
     "--quantized-gather-rounding",
     "--quantized-gather-scaling",
 )
-KEPT_LAYER_FLAGS = ("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16")
-
-_index = integer(0)
 
 
 def add_quantized_gather_flags(parser: argparse.ArgumentParser) -> None:
@@ -41,21 +38,21 @@ def add_quantized_gather_flags(parser: argparse.ArgumentParser) -> None:
         default="tensor",
         help="with fp8: what shares a scale; a block has 128 x 128 elements",
     )
-    add(
-        "--first-last-layers-bf16",
-        action="store_true",
-        help="keep the first and the last layers out of it, in the dtype of the model",
-    )
-    add("--num-layers-at-start-in-bf16", type=_index, default=1, help="with it: how many first layers")
-    add("--num-layers-at-end-in-bf16", type=_index, default=1, help="with it: how many last layers")
 
 
 def check_quantized_gather_flags(args: argparse.Namespace) -> None:
-    """Refuse a format that no layer would have.
+    """Check the flags of quantized gathers against others.
 
     Raises:
-        ValueError: All layers are kept out of it.
+        ValueError: No layer would be quantized, or weights are low-bit ones already.
     """
+    if args.quantized_gather is None:
+        return
+    if args.fp8_param_gather or args.fp4_param_gather:
+        raise ValueError(
+            f"Low-bit weights: expected no --fp8-param-gather or --fp4-param-gather, whose weights travel in their own "
+            f"format, got one for --quantized-gather {args.quantized_gather}. Drop one of the two."
+        )
     kept = args.num_layers_at_start_in_bf16 + args.num_layers_at_end_in_bf16
     if args.first_last_layers_bf16 and kept >= args.num_layers:
         raise ValueError(

@@ -16,7 +16,8 @@ _FSDP_V1 = "This script trains with --use-megatron-fsdp-v2, or without it with m
 _SAMPLES = "Training is counted in iterations: give --train-iters and --lr-decay-iters."
 _ITERATIONS = "The run ends after --train-iters: give that instead."
 _ONE_LR = "One learning rate serves all layers: give --lr and --min-lr."
-_FP8 = "The precisions are fp32, --bf16 and --fp16: drop the flag."
+_FP8 = "FP8 is for linear layers, by the recipes of --fp8-recipe: drop the flag."
+_MXFP8_BUFFERS = "With --use-megatron-fsdp-v2 gathered weights have memory of their own: drop the flag."
 _ROPE_SCALING = "Rotary frequencies follow from --rotary-base and --rotary-percent alone: drop the flag."
 _GARBAGE = "Python's garbage collector runs by itself: drop the flag."
 _PROFILE = "Write --profile-schedule FOLDER, or start the script under a profiler."
@@ -66,7 +67,20 @@ REFUSED_FLAGS: dict[str, str] = {
     ),
     "--exit-duration-in-mins": "The run ends after --train-iters or --exit-interval: give one of these instead.",
     **dict.fromkeys(("--decoupled-lr", "--decoupled-min-lr"), _ONE_LR),
-    **dict.fromkeys(("--fp8-format", "--fp8-recipe"), _FP8),
+    **dict.fromkeys(
+        (
+            "--fp8-dot-product-attention",
+            "--fp8-multi-head-attention",
+            "--fp8-output-proj",
+            "--fp8-quantizer-factory",
+            "--fp8-interval",
+            "--fp4-quantizer-factory",
+            "--fp4-recipe",
+            "--te-precision-config-file",
+        ),
+        _FP8,
+    ),
+    "--reuse-grad-buf-for-mxfp8-param-ag": _MXFP8_BUFFERS,
     **dict.fromkeys(("--use-rope-scaling", "--rope-scaling-factor"), _ROPE_SCALING),
     **dict.fromkeys(("--manual-gc", "--manual-gc-interval", "--manual-gc-eval"), _GARBAGE),
     **dict.fromkeys(("--profile", "--use-pytorch-profiler"), _PROFILE),

@@ -9,10 +9,18 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron.pretrain.low_bit_flags import (
+    DELAYED_FLAGS,
+    EDGE_FLAGS,
+    FP8_FLAGS,
+    computes_in_low_bits,
+    has_delayed_scales,
+    keeps_transposes,
+)
 from megatron.pretrain.moe_flags import EXPERT_FLAGS, balances_by_loss
 from megatron.pretrain.precision_flags import DYNAMIC_SCALE_FLAGS, MOMENT_FLAGS, has_dynamic_scale
 from megatron.pretrain.prediction_flags import PREDICTION_FLAGS
-from megatron.pretrain.quantized_gather_flags import KEPT_LAYER_FLAGS, QUANTIZED_GATHER_FLAGS
+from megatron.pretrain.quantized_gather_flags import QUANTIZED_GATHER_FLAGS
 from megatron.pretrain.recompute_flags import FULL_RECOMPUTE_FLAGS, SELECTIVE_RECOMPUTE_FLAGS
 
 FSDP_V2_FLAGS = (
@@ -32,6 +40,7 @@ FSDP_V2_FLAGS = (
     "--megatron-fsdp-min-unit-numel",
     "--nccl-ub",
     "--quantized-gather",
+    *("--fp8-param-gather", "--fp4-param-gather", "--keep-fp8-transpose-cache"),
 )
 DDP_FLAGS = (
     "--use-distributed-optimizer",
@@ -149,6 +158,20 @@ REQUIREMENTS = (
     ),
     _R(("--use-precision-aware-optimizer",), "--optimizer adam", lambda a: a.optimizer == "adam"),
     _R(MOMENT_FLAGS, "--use-precision-aware-optimizer", lambda a: a.use_precision_aware_optimizer),
+    _R(FP8_FLAGS, "--fp8-format", lambda a: a.fp8_format is not None),
+    _R(DELAYED_FLAGS, "--fp8-format with --fp8-recipe delayed", has_delayed_scales),
+    _R(("--fp4-param-gather",), "--fp4-format", lambda a: a.fp4_format is not None),
+    _R(
+        ("--first-last-layers-bf16",),
+        "--fp8-format, --fp4-format or --quantized-gather",
+        lambda a: computes_in_low_bits(a) or a.quantized_gather is not None,
+    ),
+    _R(EDGE_FLAGS, "--first-last-layers-bf16", lambda a: a.first_last_layers_bf16),
+    _R(
+        ("--keep-fp8-transpose-cache",),
+        "--fp8-param-gather with another --fp8-recipe than mxfp8 (which quantizes for both directions)",
+        keeps_transposes,
+    ),
     _R(("--cuda-graph-warmup-steps",), "--cuda-graph-impl full_iteration", lambda a: a.cuda_graph_impl != "none"),
     _R(FSDP_V2_FLAGS, "--use-megatron-fsdp-v2", lambda a: a.use_megatron_fsdp_v2),
     _R(QUANTIZED_GATHER_FLAGS, "--quantized-gather", lambda a: a.quantized_gather is not None),
@@ -157,8 +180,6 @@ REQUIREMENTS = (
         "--quantized-gather fp8 (the others' blocks have one size)",
         lambda a: a.quantized_gather == "fp8",
     ),
-    _R(("--first-last-layers-bf16",), "--quantized-gather", lambda a: a.quantized_gather is not None),
-    _R(KEPT_LAYER_FLAGS, "--first-last-layers-bf16", lambda a: a.first_last_layers_bf16),
     _R(
         ("--megatron-fsdp-static-gradients",),
         "no --fsdp-trace-pool (with which gradients keep their memory in any case)",

@@ -10,6 +10,7 @@ import argparse
 
 from megatron.pretrain.checkpoint_flags import complete_checkpoint_flags
 from megatron.pretrain.layouts import check_context_parallelism, check_tensor_parallelism, data_parallel_size
+from megatron.pretrain.low_bit_flags import check_low_bit_shapes, complete_low_bits
 from megatron.pretrain.moe_flags import complete_experts
 from megatron.pretrain.pipeline import check_microbatches, complete_pipeline
 from megatron.pretrain.precision_flags import check_fsdp_dtypes, complete_precision
@@ -35,6 +36,7 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
     check_requirements(args)
     complete_precision(args)
     check_quantized_gather_flags(args)
+    complete_low_bits(args)
     num_copies = data_parallel_size(args, world_size)
     _check_fsdp(args, num_copies)
     _complete_model(args)
@@ -45,6 +47,7 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
     _complete_data(args)
     _complete_batch(args, num_copies)
     check_microbatches(args, num_copies)
+    check_low_bit_shapes(args)
     _complete_schedules(args)
     complete_recompute(args)
     check_prediction(args)

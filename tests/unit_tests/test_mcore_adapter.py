@@ -924,8 +924,8 @@ def _refusals() -> None:
     tower = build_tower()
     for name, value, cure in (
         ("defer_embedding_wgrad_compute", True, "no --defer-embedding-wgrad-compute"),
-        ("fp8", "hybrid", "no --fp8-format"),
-        ("fp4", "e2m1", "no --fp4-format"),
+        ("fp8_param", True, "no --fp8-param-gather"),
+        ("fp4_param", True, "no --fp4-param-gather"),
         ("enable_cuda_graph", True, "no --enable-cuda-graph"),
         ("external_cuda_graph", True, "no --external-cuda-graph"),
         ("cuda_graph_impl", "local", "--cuda-graph-impl none"),

@@ -13,8 +13,9 @@ import megatron.core.distributed
 import megatron.core.optimizer
 import megatron.core.optimizer.fully_sharded_optimizer
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_adapter
-from megatron.pretrain import data, model, precision_flags, training
+from megatron.pretrain import data, low_bit_flags, model, precision_flags, training
 from megatron.pretrain.arguments import _build_parser
+from megatron.pretrain.low_bit_flags import DELAYED_FLAGS, EDGE_FLAGS, FP8_FLAGS
 from megatron.pretrain.main import read_command
 from megatron.pretrain.requirements import CHECKPOINT_FLAGS
 
@@ -186,6 +187,8 @@ ELSEWHERE = {
     *("--cuda-graph-impl", "--cuda-graph-warmup-steps"),
     *("--accumulate-allreduce-grads-in-fp32", "--use-precision-aware-optimizer", "--exp-avg-dtype"),
     "--exp-avg-sq-dtype",
+    *("--fp8-format", "--fp4-format", *FP8_FLAGS, "--fp4-param-gather", "--keep-fp8-transpose-cache"),
+    *(*DELAYED_FLAGS, "--first-last-layers-bf16", *EDGE_FLAGS),
     "--distributed-backend",
     "--distributed-timeout-minutes",
     *(
@@ -303,6 +306,44 @@ def test_a_precision_aware_optimizer_is_told_the_dtypes(monkeypatch: pytest.Monk
     found = training._build_optimizer(read_command(line.split(), {}).args, [])
     assert (found["main_params_dtype"], found["main_grads_dtype"]) == (torch.bfloat16, torch.float32)
     assert (found["exp_avg_dtype"], found["exp_avg_sq_dtype"]) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("recorders")
+@pytest.mark.parametrize(
+    ("line", "what", "field", "value"),
+    [
+        ("--fp8-format hybrid", "config", "fp8", "hybrid"),
+        ("--fp8-format e4m3", "config", "fp8", "e4m3"),
+        ("--fp8-recipe blockwise --fp8-format hybrid", "config", "fp8_recipe", "blockwise"),
+        ("--fp8-margin 3 --fp8-format hybrid", "config", "fp8_margin", 3),
+        ("--fp8-amax-history-len 9 --fp8-format hybrid", "config", "fp8_amax_history_len", 9),
+        ("--fp8-amax-compute-algo max --fp8-format hybrid", "config", "fp8_amax_compute_algo", "max"),
+        ("--no-fp8-wgrad --fp8-format hybrid", "config", "fp8_wgrad", False),
+        ("--tp-only-amax-red --fp8-format hybrid", "config", "tp_only_amax_red", True),
+        ("--first-last-layers-bf16 --fp8-format hybrid --fp8-recipe tensorwise", "config", "first_last_layers_bf16",
+         True),
+        ("--num-layers-at-start-in-bf16 2 --first-last-layers-bf16 --fp4-format e2m1", "config",
+         "num_layers_at_start_in_bf16", 2),
+        ("--num-layers-at-end-in-bf16 0 --first-last-layers-bf16 --fp4-format e2m1", "config",
+         "num_layers_at_end_in_bf16", 0),
+        ("--fp8-param-gather --fp8-format hybrid", "config", "fp8_param", True),
+        ("--fp8-param-gather --fp8-format hybrid", "ddp", "fp8_param_gather", True),
+        ("--keep-fp8-transpose-cache --fp8-param-gather --fp8-format hybrid", "ddp", "keep_fp8_transpose_cache", True),
+        ("--fp4-format e2m1", "config", "fp4", "e2m1"),
+        ("--fp4-param-gather --fp4-format e2m1", "config", "fp4_param", True),
+        ("--fp4-param-gather --fp4-format e2m1", "ddp", "fp4_param_gather", True),
+    ],
+)  # fmt: skip
+def test_a_flag_of_low_precision_arrives(
+    line: str, what: str, field: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers are TransformerEngine's, which is not installed everywhere: they are not built."""
+    monkeypatch.setattr(low_bit_flags, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(model, "uses_transformer_engine", lambda args: True)
+    monkeypatch.setattr(model, "get_gpt_layer_with_transformer_engine_spec", lambda **options: None)
+    plain = build(what, read_command([V2, "--bf16"], {}).args, monkeypatch)
+    assert plain[field] != value, "the default is no test"
+    assert build(what, read_command([V2, "--bf16", *line.split()], {}).args, monkeypatch)[field] == value
 
 
 def test_every_flag_is_tried() -> None:

@@ -123,6 +123,49 @@ def test_a_precision_aware_optimizer_needs_transformer_engine(monkeypatch: pytes
         checked(f"{line} --cuda-graph-impl full_iteration")
 
 
+FP8 = "--bf16 --fp8-format hybrid"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"{FP8} --fp4-format e2m1", "one of --fp8-format and --fp4-format, got both for --fp8-format. Drop"),
+        (f"{FP8} --transformer-impl local", "TransformerEngine's layers, got --transformer-impl local for --fp8-fo"),
+        (f"{FP8} --first-last-layers-bf16", "another recipe than delayed, whose maxima .* for --first-last-layers"),
+        (f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 5",
+         "at most the 4 layers of a stage, got 5 for --num-layers-at-end-in-bf16"),
+        ("--bf16 --fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-start-in-bf16 9",
+         "at most the 4 layers of a stage, got 9 for --num-layers-at-start-in-bf16"),
+        (f"{FP8} --hidden-size 24 --num-attention-heads 4 --kv-channels 8", "a multiple of 16 .*, got 24 for --hidden"),
+        (f"{FP8} --ffn-hidden-size 40", "a multiple of 16 elements on each rank, got 40 for --ffn-hidden-size"),
+        (f"{FP8} --num-attention-heads 3 --kv-channels 8", "a multiple of 16 .*, got 24 for --num-attention-heads"),
+        (f"{FP8} --kv-channels 4 --num-attention-heads 4 --group-query-attention --num-query-groups 1",
+         "a multiple of 16 .*, got 24 for --kv-channels"),
+        (f"{FP8} --micro-batch-size 1 --seq-length 40", "a multiple of 16 tokens .*, got 40 for --micro-batch-size"),
+        (f"{FP8} --num-experts 4 --disable-bias-linear --moe-ffn-hidden-size 8", "a multiple .*, got 8 for --moe-ffn"),
+        (f"{FP8} --fp8-recipe mxfp8 --ffn-hidden-size 48", "a multiple of 32 .*, got 48 for --ffn-hidden-size"),
+        ("--bf16 --fp4-format e2m1 --ffn-hidden-size 48", "a multiple of 32 .*, got 48 for --ffn-hidden-size"),
+    ],
+)  # fmt: skip
+def test_low_precision_that_does_not_fit_the_run_is_refused(
+    line: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.pretrain.low_bit_flags.has_transformer_engine", lambda: True)
+    with pytest.raises(ValueError, match=f"^Low precision: expected {message}"):
+        checked(line)
+
+
+def test_low_precision_needs_transformer_engine_and_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.pretrain.low_bit_flags.has_transformer_engine", lambda: False)
+    with pytest.raises(NotImplementedError, match=r"expected TransformerEngine, .* got a Python without it for --fp4-"):
+        checked("--bf16 --fp4-format e2m1")
+    monkeypatch.setattr("megatron.pretrain.low_bit_flags.has_transformer_engine", lambda: True)
+    for line in ("--fp8-format hybrid", "--fp8-format hybrid --fp16"):
+        with pytest.raises(NotImplementedError, match=r"expected --bf16 beside it, got a run without it for --fp8-fo"):
+            checked(line)
+    assert checked(FP8) and checked("--bf16 --fp4-format e2m1")
+
+
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 OVERLAP = f"{EXPERTS} --overlap-moe-expert-parallel-comm"
 
@@ -345,6 +388,20 @@ IDLE = [
     "--accumulate-allreduce-grads-in-fp32",
     "--accumulate-allreduce-grads-in-fp32 --bf16",
     "--loss-scale 8",
+    "--fp8-recipe tensorwise --bf16",
+    "--fp8-param-gather --use-megatron-fsdp-v2",
+    "--fp8-param-gather --fp8-format hybrid --bf16",
+    "--fp8-margin 1 --fp8-format hybrid --fp8-recipe tensorwise",
+    "--fp8-amax-history-len 2",
+    "--fp8-amax-compute-algo max",
+    "--no-fp8-wgrad --fp4-format e2m1",
+    "--tp-only-amax-red",
+    "--fp4-param-gather --use-megatron-fsdp-v2",
+    "--first-last-layers-bf16 --bf16",
+    "--num-layers-at-start-in-bf16 2 --fp8-format hybrid",
+    "--num-layers-at-end-in-bf16 2 --fp8-format hybrid",
+    "--keep-fp8-transpose-cache --fp8-format hybrid --use-megatron-fsdp-v2",
+    "--keep-fp8-transpose-cache --fp8-param-gather --fp8-format e4m3 --fp8-recipe mxfp8 --use-megatron-fsdp-v2",
     "--initial-loss-scale 8",
     "--initial-loss-scale 8 --fp16 --loss-scale 8",
     "--min-loss-scale 8",

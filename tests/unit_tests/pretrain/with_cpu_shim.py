@@ -156,6 +156,9 @@ def check_transformer_engine_needs_cuda() -> None:
     with pytest.raises(ValueError, match="expected CUDA and an installed transformer-engine"):
         uses_transformer_engine(args)
     assert not uses_transformer_engine(read_command([], {}).args)
+    args.transformer_impl, args.fp8_format = None, "hybrid"
+    with pytest.raises(ValueError, match="got a host that lacks one of them for --fp8-format or --fp4-format"):
+        uses_transformer_engine(args)
 
 
 CHECKS = (

@@ -69,6 +69,7 @@ class DistributedDataParallelConfig(_StockConfig):
     megatron_fsdp_create_all_gather_group: bool = False
     megatron_fsdp_min_unit_numel: int = 0
     megatron_fsdp_quantized_gather: QuantizationRecipe | str | None = None
+    fp4_param_gather: bool = False
 
 
 _HONOURED = frozenset(
@@ -105,8 +106,8 @@ _UNSUPPORTED_MODEL_FLAGS = {
     "has_cond_embedder": "a model without a conditional embedder",
     "flextron": "a model without it",
     "defer_embedding_wgrad_compute": "no --defer-embedding-wgrad-compute",
-    "fp8": "no --fp8-format",
-    "fp4": "no --fp4-format",
+    "fp8_param": "no --fp8-param-gather",
+    "fp4_param": "no --fp4-param-gather",
     "enable_cuda_graph": "no --enable-cuda-graph",
     "external_cuda_graph": "no --external-cuda-graph",
     "cuda_graph_impl": "--cuda-graph-impl none",
