@@ -51,7 +51,7 @@ def fp8_block(block: np.ndarray, amax: np.floating, *, is_power: bool) -> Block:
     if is_power:
         # frexp: factor = m * 2**e with m in [0.5, 1).
         factor = FLOAT(max(math.ldexp(1.0, math.frexp(factor)[1] - 1), 2.0**-119))
-    scale = min(FLOAT(1) / factor, FLOAT(LARGEST / 448))
+    scale = FLOAT(1) / factor
     elements = _rounded(block * factor, E4M3, 448)
     return Block(elements.view(np.uint8), scale.tobytes(), elements.astype(FLOAT) * scale)
 

@@ -167,6 +167,14 @@ def test_ends_of_float32_stay_finite(kind: str, value: np.floating) -> None:
         assert quantized(FORMATS[kind], torch.from_numpy(matrix.reshape(-1)), (2, 48)).values(96).isfinite().all()
 
 
+def test_reciprocal_of_a_factor_never_overflows() -> None:
+    """Two roundings could take 448 / (448 / amax) beyond float32 only next to its end: these amax are tried."""
+    bits = LARGEST.view(np.uint32) - np.arange(64, dtype=np.uint32)
+    values = torch.from_numpy(bits.view(FLOAT))
+    got = quantized(FORMATS["row"], values, (64, 1)).values(64)
+    assert got.isfinite().all() and ((got - values).abs() <= values * 2.0**-22).all()
+
+
 @kinds
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_odd_sizes(kind: str, shape: tuple[int, ...]) -> None:
@@ -418,8 +426,8 @@ def _values_of(kind: str, value: float, numel: int) -> torch.Tensor:
 @stochastic
 @pytest.mark.parametrize("value", [0.3, -0.3, 0.001, 0.0175, 1.3, 2.6, 5.9])
 def test_stochastic_rounding_is_unbiased(kind: str, value: float) -> None:
-    """The mean over a million elements, and that over seeds at one element, within five standard deviations."""
-    numel, grid = 1 << 20, elements_of(E4M3 if kind == "fp8" else E2M1)
+    """The mean over half a million elements, and that over seeds at one element, within five standard deviations."""
+    numel, grid = 1 << 19, elements_of(E4M3 if kind == "fp8" else E2M1)
     position = np.searchsorted(grid, value, side="right")
     low, high = grid[position - 1], grid[position]
     share = (FLOAT(value) - low) / (high - low)
@@ -434,7 +442,7 @@ def test_stochastic_rounding_is_unbiased(kind: str, value: float) -> None:
     both = (up[:, 1:] * up[:, :-1]).mean()
     assert abs(both - share**2) < 5 * math.sqrt(share**2 * (1 - share**2) / up.numel())
 
-    seeds = range(1000)
+    seeds = range(500)
     values = _values_of(kind, value, 16)
     ups = [
         quantized(replace(STOCHASTIC[kind], seed=seed), values, (16,), amax=_amax_of(kind)).values(16)[5] == high

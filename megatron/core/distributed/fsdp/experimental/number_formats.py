@@ -39,7 +39,6 @@ from .float_bits import (
 )
 from .quantization import BlockGeometry, as_matrix, num_scales_of
 
-_LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 _ROUNDINGS = ("nearest", "stochastic")
 _FP8_SCALINGS = ("tensor", "row", "block")
 _MX_ROUNDINGS = ("floor", "ceil")
@@ -54,7 +53,7 @@ class Fp8Format:
     """OCP FP8, E4M3: largest element 448, smallest 2**-9; float32 scales.
 
     The factor of a block is 448 / amax, and at most 2**126; 1 for zeros. Elements are round(value * factor), and the
-    scale in the plane is 1 / factor, at most the float32 that 448 times is finite.
+    scale in the plane is 1 / factor, of which 448 times is finite, the largest amax included.
 
     - "tensor": one block; no plane of scales, since the scale follows from amax.
     - "row": a block is a row.
@@ -158,7 +157,7 @@ class Fp8Format:
         factors = _constant(E4M3.largest, amax).div(amax).clamp_(max=2.0**126).masked_fill_(bits == 0, 1.0)
         if self.scaling == "block":
             factors = factors.clamp_(min=2.0**-119).view(torch.int32).bitwise_and_(FLOAT32_EXPONENT).view(torch.float32)
-        scales = factors.reciprocal().clamp_(max=_LARGEST_FLOAT32 / E4M3.largest)
+        scales = factors.reciprocal()
         is_lost = bits >= FLOAT32_EXPONENT
         return factors.masked_fill_(is_lost, 0.0), scales.masked_fill_(is_lost, math.nan)
 
@@ -320,8 +319,7 @@ class Nvfp4Format:
 
     def _tensor_scale(self, bits: torch.Tensor) -> torch.Tensor:
         amax = bits.view(torch.float32)
-        scale = amax / _constant(E2M1.largest * E4M3.largest, amax)
-        return scale.clamp_(min=2.0**-126).masked_fill_(bits >= FLOAT32_EXPONENT, math.nan)
+        return amax.div(_constant(E2M1.largest * E4M3.largest, amax)).clamp_(min=2.0**-126)
 
 
 _Format = Fp8Format | Mxfp8Format | Nvfp4Format
