@@ -53,6 +53,8 @@ HONOURED = {
     "average_in_collective",
     "check_for_nan_in_grad",
     "data_parallel_sharding_strategy",
+    "expert_data_parallel_sharding_strategy",
+    "expert_outer_dp_sharding_strategy",
     "grad_reduce_in_fp32",
     "megatron_fsdp_backward_prefetch_units",
     "megatron_fsdp_create_all_gather_group",

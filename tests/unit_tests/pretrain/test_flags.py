@@ -20,6 +20,7 @@ from megatron.pretrain.requirements import CHECKPOINT_FLAGS
 
 V2 = "--use-megatron-fsdp-v2"
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+FOUR_RANKS = TWO_RANKS | {"WORLD_SIZE": "4"}
 FILES = "--data-path a --vocab-size 9"
 NO_BIAS = "--disable-bias-linear"
 MOE = f"--num-experts 4 {NO_BIAS}"
@@ -159,6 +160,10 @@ CASES = [
     (f"--num-distributed-optimizer-instances 2 {V2}", "ddp", "num_distributed_optimizer_instances", 2),
     (f"--outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2 {V2}", "ddp",
      "outer_dp_sharding_strategy", "optim"),
+    (f"--expert-data-parallel-sharding-strategy optim --expert-model-parallel-size 2 {MOE} {V2}", "ddp",
+     "expert_data_parallel_sharding_strategy", "optim"),
+    (f"--expert-outer-dp-sharding-strategy optim --expert-model-parallel-size 2 {MOE} "
+     f"--num-distributed-optimizer-instances 2 {V2}", "ddp", "expert_outer_dp_sharding_strategy", "optim"),
     (f"--megatron-fsdp-static-gradients {V2}", "ddp", "megatron_fsdp_static_gradients", True),
     (f"--megatron-fsdp-min-unit-numel 99 {V2}", "ddp", "megatron_fsdp_min_unit_numel", 99),
     (f"--fsdp-trace-pool {V2}", "ddp", "megatron_fsdp_trace_pool", True),
@@ -274,7 +279,7 @@ def seed_of_the_run(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -
 def test_a_flag_arrives(line: str, what: str, field: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = build(what, read_command([], {}).args if V2 not in line else read_command([V2], {}).args, monkeypatch)
     assert line == V2 or plain[field] != value, "the default is no test"
-    environment = TWO_RANKS if "instances" in line else {}
+    environment = FOUR_RANKS if "expert-model" in line else TWO_RANKS if "instances" in line else {}
     assert build(what, read_command(line.split(), environment).args, monkeypatch)[field] == value
 
 

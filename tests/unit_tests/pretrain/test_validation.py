@@ -124,6 +124,7 @@ def test_a_precision_aware_optimizer_needs_transformer_engine(monkeypatch: pytes
 
 
 EXPERTS = "--num-experts 4 --disable-bias-linear"
+SHARED_EXPERTS = f"{EXPERTS} --expert-model-parallel-size 2"
 OVERLAP = f"{EXPERTS} --overlap-moe-expert-parallel-comm"
 
 
@@ -358,6 +359,16 @@ IDLE = [
     "--data-parallel-sharding-strategy optim",
     "--num-distributed-optimizer-instances 2",
     "--outer-dp-sharding-strategy optim --use-megatron-fsdp-v2",
+    "--expert-data-parallel-sharding-strategy optim",
+    "--expert-data-parallel-sharding-strategy optim --use-megatron-fsdp-v2",
+    f"--expert-data-parallel-sharding-strategy optim --use-megatron-fsdp-v2 {EXPERTS}",
+    f"--expert-data-parallel-sharding-strategy optim_grads_params --use-megatron-fsdp-v2 {SHARED_EXPERTS}",
+    f"--expert-data-parallel-sharding-strategy optim --data-parallel-sharding-strategy optim {SHARED_EXPERTS} "
+    "--use-megatron-fsdp-v2",
+    "--expert-outer-dp-sharding-strategy optim",
+    f"--expert-outer-dp-sharding-strategy optim --use-megatron-fsdp-v2 {SHARED_EXPERTS}",
+    f"--expert-outer-dp-sharding-strategy no_shard --use-megatron-fsdp-v2 {SHARED_EXPERTS} "
+    "--num-distributed-optimizer-instances 2",
     "--megatron-fsdp-static-gradients",
     "--megatron-fsdp-min-unit-numel 9",
     "--cuda-graph-impl full_iteration",
