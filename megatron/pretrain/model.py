@@ -203,6 +203,8 @@ def _wrap(
             data_parallel_sharding_strategy=args.data_parallel_sharding_strategy,
             num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
             outer_dp_sharding_strategy=args.outer_dp_sharding_strategy,
+            expert_data_parallel_sharding_strategy=args.expert_data_parallel_sharding_strategy,
+            expert_outer_dp_sharding_strategy=args.expert_outer_dp_sharding_strategy,
             grad_reduce_in_fp32=gradient_dtype(args) == "fp32",
             megatron_fsdp_main_params_dtype=DTYPES[args.megatron_fsdp_main_params_dtype],
             megatron_fsdp_main_grads_dtype=DTYPES[args.megatron_fsdp_main_grads_dtype],

@@ -45,6 +45,16 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
         help="what corresponding ranks of these groups shard: no_shard, or optim (HFSDP)",
     )
     add(
+        "--expert-data-parallel-sharding-strategy",
+        type=one_of(*SHARDING_STRATEGIES),
+        help="what Megatron-FSDP v2 shards of experts that ranks share; default --data-parallel-sharding-strategy",
+    )
+    add(
+        "--expert-outer-dp-sharding-strategy",
+        type=one_of(*OUTER_SHARDING_STRATEGIES),
+        help="the same across groups of ranks; default --outer-dp-sharding-strategy",
+    )
+    add(
         "--megatron-fsdp-main-params-dtype",
         type=one_of(*DTYPE_NAMES),
         default="fp32",

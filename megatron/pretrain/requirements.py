@@ -28,6 +28,8 @@ FSDP_V2_FLAGS = (
     "--data-parallel-sharding-strategy",
     "--num-distributed-optimizer-instances",
     "--outer-dp-sharding-strategy",
+    "--expert-data-parallel-sharding-strategy",
+    "--expert-outer-dp-sharding-strategy",
     "--megatron-fsdp-main-params-dtype",
     "--megatron-fsdp-main-grads-dtype",
     "--megatron-fsdp-grad-comm-dtype",
@@ -219,7 +221,22 @@ REQUIREMENTS = (
         lambda a: a.pipeline_model_parallel_size > 1,
     ),
     _R(
-        ("--outer-dp-sharding-strategy",),
+        ("--expert-data-parallel-sharding-strategy", "--expert-outer-dp-sharding-strategy"),
+        "--expert-model-parallel-size above 1 (otherwise experts are sharded as everything else)",
+        lambda a: a.expert_model_parallel_size > 1,
+    ),
+    _R(
+        ("--expert-data-parallel-sharding-strategy",),
+        "another strategy than --data-parallel-sharding-strategy",
+        lambda a: a.expert_data_parallel_sharding_strategy != a.data_parallel_sharding_strategy,
+    ),
+    _R(
+        ("--expert-outer-dp-sharding-strategy",),
+        "another strategy than --outer-dp-sharding-strategy",
+        lambda a: a.expert_outer_dp_sharding_strategy != a.outer_dp_sharding_strategy,
+    ),
+    _R(
+        ("--outer-dp-sharding-strategy", "--expert-outer-dp-sharding-strategy"),
         "--num-distributed-optimizer-instances above 1",
         lambda a: a.num_distributed_optimizer_instances > 1,
     ),

@@ -22,6 +22,15 @@ _TRAINING_LINE = re.compile(
 _VALIDATION_LINE = re.compile(r"validation loss at (.+) \| lm loss value: (\S+) \|")
 
 
+def _loading_itself(flags: Sequence[str]) -> tuple[str, ...]:
+    """Return flags of a run that loads its data itself, unless they say otherwise: loader processes cost seconds.
+
+    Each rank starts six of them by default, and hands each a copy of the data's indices. They bring the same batches
+    (test_parity.py).
+    """
+    return (*flags, *(() if "--num-workers" in flags else ("--num-workers", "0")))
+
+
 @dataclass(frozen=True)
 class Run:
     """A finished run: its exit status, its output, and the records of --log-json."""
@@ -65,7 +74,7 @@ def launch(
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nproc_per_node", str(num_ranks), "--master_port", str(free_port())),
-            *("pretrain_gpt.py", *flags, "--log-json", str(log)),
+            *("pretrain_gpt.py", *_loading_itself(flags), "--log-json", str(log)),
         ]
         finished = subprocess.run(
             command,
@@ -84,7 +93,7 @@ def launch_forked(flags: Sequence[str], num_ranks: int, timeout_s: float = 120.0
     """Run the script without torchrun, which is faster; the run may fail."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.json")
-        words = (*flags, "--log-json", str(log))
+        words = (*_loading_itself(flags), "--log-json", str(log))
         ranks = run_forked(words, num_ranks, free_port(), Path(folder), timeout_s, script=script)
         lines = log.read_text().splitlines() if log.exists() else []
     codes, outputs, errors = zip(*ranks, strict=True)
@@ -95,7 +104,8 @@ def launch_forked(flags: Sequence[str], num_ranks: int, timeout_s: float = 120.0
 def launch_ranks_apart(flags: Sequence[str], num_ranks: int, timeout_s: float = 60.0) -> list[Run]:
     """Run each rank without torchrun, which would end the others as soon as one has failed."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_forked(flags, num_ranks, free_port(), Path(folder), timeout_s, ends_others=False)
+        words = _loading_itself(flags)
+        ranks = run_forked(words, num_ranks, free_port(), Path(folder), timeout_s, ends_others=False)
     return [Run(code, stdout, stderr, ()) for code, stdout, stderr in ranks]
 
 

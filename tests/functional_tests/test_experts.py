@@ -61,6 +61,7 @@ def run_of(layout: str, *flags: str) -> Run:
         ("ep2", "optim"),
         ("ep2_edp2", HSDP),
         ("ep2_edp2", HFSDP),
+        ("ep2_edp2", "optim_grads_params --expert-data-parallel-sharding-strategy optim"),
     ],
 )
 def test_losses_and_norms_are_those_of_ddp(layout: str, strategy: str) -> None:

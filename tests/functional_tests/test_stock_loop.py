@@ -267,12 +267,35 @@ def test_refused_arguments_are_known_to_the_loop(handle: MegatronTraining, monke
     assert {name: parsed[name] for name in _REFUSED} == {name: default for name, (default, _) in _REFUSED.items()}
 
 
-@pytest.mark.parametrize("words", [("--fsdp-trace-pool",), ("--megatron-fsdp-min-unit-numel", "9")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--fsdp-trace-pool",),
+        ("--megatron-fsdp-min-unit-numel", "9"),
+        ("--expert-data-parallel-sharding-strategy", "optim"),
+        ("--expert-outer-dp-sharding-strategy", "optim"),
+    ],
+)
 def test_flags_of_v2_alone_are_refused(
     handle: MegatronTraining, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     with pytest.raises(ValueError, match=f"expected --use-megatron-fsdp-v2, got a run without it for .*{words[0]}"):
         _parse(monkeypatch, (*FLAGS, *words))
+
+
+def test_strategies_of_experts_arrive_and_need_experts_that_ranks_share(
+    handle: MegatronTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.distributed.fsdp.megatron_training_arguments import ddp_config
+
+    words = (*FLAGS, V2, "--expert-data-parallel-sharding-strategy", "optim")
+    with pytest.raises(ValueError, match="expert_data_parallel_sharding_strategy: expected None without expert paral"):
+        _parse(monkeypatch, words)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    shared = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--num-distributed-optimizer-instances", "2")
+    config = ddp_config(_parse(monkeypatch, (*words, *shared, "--expert-outer-dp-sharding-strategy", "optim")))
+    assert config.data_parallel_sharding_strategy == "optim_grads_params"
+    assert (config.expert_data_parallel_sharding_strategy, config.expert_outer_dp_sharding_strategy) == ("optim",) * 2
 
 
 def test_nccl_buffers_bring_none_of_the_loops(handle: MegatronTraining, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 import pytest
@@ -115,6 +115,38 @@ def _values(kept: Any) -> Any:
 @pytest.mark.parametrize("name", KEEPS)
 def test_tensors_kept_in_attributes(name: str, with_output: bool) -> None:
     run_ranks(2, _kept, name, with_output)
+
+
+class _Fields:
+    """Counts who reads a dataclass's fields."""
+
+    reads = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("field"):
+            type(self).reads += 1
+        return super().__getattribute__(name)
+
+
+def _reads_of(num_fields: int) -> int:
+    settings: Any = make_dataclass("Settings", [(f"field{i}", int, i) for i in range(num_fields)], bases=(_Fields,))
+    model, _ = _pair()
+    for layer in model:
+        layer.settings = settings()
+    for index in range(2):
+        settings.reads = 0
+        model(torch.full((2, 6), float(index))).sum().backward()
+    return int(settings.reads)
+
+
+def _large_settings() -> None:
+    assert _reads_of(64) >= 64
+    assert _reads_of(65) == 0
+
+
+def test_fields_of_large_dataclasses_cost_nothing_in_a_forward() -> None:
+    """megatron-core's modules each have its config in an attribute, of some 200 fields."""
+    run_ranks(1, _large_settings)
 
 
 class _Recorder(nn.Module):

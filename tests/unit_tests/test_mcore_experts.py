@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.distributed.fsdp import mcore_fsdp_v2_checkpoint as names
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_experts
-from megatron.core.distributed.fsdp.experimental.checkpoint import OpenCheckpoint, Ranks, write_checkpoint
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import check_gather_group
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import check_expert_pieces, expert_modules, units_with_experts
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_finalize import finalize_model_grads
@@ -27,36 +25,17 @@ from tests.unit_tests.mcore import (
     Tower,
     assert_close,
     assert_equal,
-    build_gpt,
     build_optimizer,
     build_tower,
     cpu_shim,
     ddp_config,
     full_gradients,
-    gpt_losses,
     model_config,
     my_rank,
     start,
-    tokens,
     wrap,
 )
-
-EXPERTS = 4
-WITH_EXPERTS: dict[str, Any] = {
-    "num_moe_experts": EXPERTS,
-    "moe_ffn_hidden_size": 10,
-    "moe_router_topk": 2,
-    "moe_token_dispatcher_type": "alltoall",
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-}
-
-
-def _build(expert_parallel_size: int, **changes: Any) -> Any:
-    # megatron-core 0.16 cannot add biases of experts unless ranks share the experts.
-    has_biases = expert_parallel_size > 1
-    changes = {"expert_model_parallel_size": expert_parallel_size, "add_bias_linear": has_biases, **changes}
-    return build_gpt(**WITH_EXPERTS, **changes)
+from tests.unit_tests.mcore_experts import EXPERTS, accumulate, build_with_experts, read_chunk, save_chunk
 
 
 def _send_to_own_half(model: nn.Module) -> None:
@@ -70,17 +49,6 @@ def _send_to_own_half(model: nn.Module) -> None:
 
     for layer in model.decoder.layers:  # type: ignore[union-attr]
         layer.mlp.router.register_forward_hook(keep)
-
-
-def _accumulate(model: Any, chunk: Any, microbatches: int) -> None:
-    for index in range(microbatches):
-        text, labels, mask = tokens(0, index, my_rank())
-        loss = (gpt_losses(model, text, labels) * mask).sum() / mask.sum()
-        if chunk is None or index == microbatches - 1:
-            loss.backward()
-        else:
-            with chunk.no_sync():
-                loss.backward()
 
 
 def _reduced(model: Any) -> dict[str, torch.Tensor]:
@@ -99,13 +67,13 @@ def _reduced(model: Any) -> dict[str, torch.Tensor]:
 def _gradients(strategy: str, microbatches: int) -> list[bool]:
     start(expert_parallel_size=2)
     with cpu_shim():
-        model, plain = _build(2), _build(2)
+        model, plain = build_with_experts(2), build_with_experts(2)
         chunk = wrap(model, data_parallel_sharding_strategy=strategy)
         for each in (model, plain):
             _send_to_own_half(each)
         optimizer = build_optimizer(chunk, clip_grad=1e-3)
-        _accumulate(chunk, chunk, microbatches)
-        _accumulate(plain, None, microbatches)
+        accumulate(chunk, chunk, microbatches)
+        accumulate(plain, None, microbatches)
         finalize_model_grads([chunk])
         expected = _reduced(plain)
         assert_close(full_gradients(chunk), expected)
@@ -142,7 +110,7 @@ def test_pb039_gradients_and_norms_are_those_of_all_tokens_even_of_experts_witho
 def _repeated_gradients() -> None:
     start(expert_parallel_size=2)
     with cpu_shim():
-        model = _build(2)
+        model = build_with_experts(2)
         chunk = wrap(model)
         optimizer = build_optimizer(chunk)
         initial = {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
@@ -153,7 +121,7 @@ def _repeated_gradients() -> None:
                     parameter.copy_(initial[name])
             steps = []
             for _ in range(10):
-                _accumulate(chunk, chunk, 2)
+                accumulate(chunk, chunk, 2)
                 finalize_model_grads([chunk])
                 steps.append(full_gradients(chunk))
                 optimizer.zero_grad()
@@ -172,46 +140,9 @@ def test_pb071_gradients_have_the_same_bits_in_every_run() -> None:
 # --- checkpoints --------------------------------------------------------------------------------------------------
 
 
-def _values(chunk: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Return whole main weights and moments that this rank holds parts of, by a checkpoint's keys."""
-    found = {f"model.{key}": tensor for key, tensor in names.model_keys(chunk).items()}
-    for name, values in names.optimizer_keys(optimizer, chunk)["state"].items():
-        found |= {f"{name}.{key}": value for key, value in values.items()}
-    return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in found.items()}
-
-
-def _saved(folder: str, expert_parallel_size: int) -> dict[str, torch.Tensor]:
-    start(expert_parallel_size=expert_parallel_size)
-    chunk = wrap(_build(expert_parallel_size, add_bias_linear=False))
-    optimizer = build_optimizer(chunk)
-    _accumulate(chunk, chunk, 1)
-    finalize_model_grads([chunk])
-    optimizer.step()
-    optimizer.zero_grad()
-    state = {"model": names.model_keys(chunk), "optimizer": names.optimizer_keys(optimizer, chunk)}
-    write_checkpoint(state, Path(folder), Ranks(torch.device("cpu")))
-    return _values(chunk, optimizer)
-
-
-def _read(folder: str, expert_parallel_size: int) -> dict[str, torch.Tensor]:
-    start(expert_parallel_size=expert_parallel_size)
-    chunk = wrap(_build(expert_parallel_size, add_bias_linear=False))
-    optimizer = build_optimizer(chunk)
-    with torch.no_grad():
-        for parameter in chunk.parameters():
-            parameter.zero_()
-    opened = OpenCheckpoint(Path(folder), Ranks(torch.device("cpu")))
-    tensors = names.find_model(chunk, opened.keys) | names.find_optimizer(optimizer, chunk, opened.keys)
-    assert set(tensors) <= opened.keys
-    opened.read(tensors)
-    names.load_settings(optimizer, chunk, opened.objects(names.settings_keys(opened.keys)))
-    assert {group["is_expert_parallel"] for group in optimizer.param_groups} == {False, expert_parallel_size > 1}
-    return _values(chunk, optimizer)
-
-
 def _resharded(folder: str, before: int, after: int) -> list[str]:
     with cpu_shim():
-        saved, read = _saved(folder, before), _read(folder, after)
+        saved, read = save_chunk(folder, before), read_chunk(folder, after)
     experts = {key for key in saved | read if ".experts." in key}
     both = saved.keys() & read.keys()
     assert both & experts
@@ -236,7 +167,7 @@ def test_a_checkpoint_of_shared_experts_is_read_by_ranks_that_hold_all_and_back(
 def _load_state_dict() -> None:
     start(expert_parallel_size=2)
     with cpu_shim():
-        chunk, other = wrap(_build(2)), wrap(_build(2))
+        chunk, other = wrap(build_with_experts(2)), wrap(build_with_experts(2))
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.zero_()
@@ -256,8 +187,8 @@ def _biases() -> list[list[float]]:
     start(expert_parallel_size=2)
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     with cpu_shim():
-        chunk = wrap(_build(2, **bias, moe_router_bias_update_rate=0.5))
-        _accumulate(chunk, chunk, 1)
+        chunk = wrap(build_with_experts(2, **bias, moe_router_bias_update_rate=0.5))
+        accumulate(chunk, chunk, 1)
         routers = [layer.mlp.router for layer in chunk.module.decoder.layers]
         counts = [router.local_tokens_per_expert.clone() for router in routers]
         finalize_model_grads([chunk])

@@ -13,6 +13,7 @@ import megatron.core.distributed
 import megatron.core.optimizer
 import megatron.core.optimizer.fully_sharded_optimizer
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_adapter
+from megatron.core.distributed.fsdp.experimental import Fp8Recipe, Mxfp8Recipe, Nvfp4Recipe
 from megatron.pretrain import data, low_bit_flags, model, precision_flags, training
 from megatron.pretrain.arguments import _build_parser
 from megatron.pretrain.low_bit_flags import DELAYED_FLAGS, EDGE_FLAGS, FP8_FLAGS
@@ -21,6 +22,7 @@ from megatron.pretrain.requirements import CHECKPOINT_FLAGS
 
 V2 = "--use-megatron-fsdp-v2"
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+FOUR_RANKS = TWO_RANKS | {"WORLD_SIZE": "4"}
 FILES = "--data-path a --vocab-size 9"
 NO_BIAS = "--disable-bias-linear"
 MOE = f"--num-experts 4 {NO_BIAS}"
@@ -160,12 +162,25 @@ CASES = [
     (f"--num-distributed-optimizer-instances 2 {V2}", "ddp", "num_distributed_optimizer_instances", 2),
     (f"--outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2 {V2}", "ddp",
      "outer_dp_sharding_strategy", "optim"),
+    (f"--expert-data-parallel-sharding-strategy optim --expert-model-parallel-size 2 {MOE} {V2}", "ddp",
+     "expert_data_parallel_sharding_strategy", "optim"),
+    (f"--expert-outer-dp-sharding-strategy optim --expert-model-parallel-size 2 {MOE} "
+     f"--num-distributed-optimizer-instances 2 {V2}", "ddp", "expert_outer_dp_sharding_strategy", "optim"),
     (f"--megatron-fsdp-static-gradients {V2}", "ddp", "megatron_fsdp_static_gradients", True),
     (f"--megatron-fsdp-min-unit-numel 99 {V2}", "ddp", "megatron_fsdp_min_unit_numel", 99),
     (f"--fsdp-trace-pool {V2}", "ddp", "megatron_fsdp_trace_pool", True),
     (f"--create-all-gather-group --data-parallel-sharding-strategy optim_grads_params {V2}", "ddp",
      "megatron_fsdp_create_all_gather_group", True),
     (f"--nccl-ub --fsdp-trace-pool {V2}", "ddp", "nccl_ub", True),
+    (f"--quantized-gather mxfp8 {V2}", "ddp", "megatron_fsdp_quantized_gather", Mxfp8Recipe()),
+    (f"--quantized-gather-rounding stochastic --quantized-gather mxfp8 --seed 8 {V2}", "ddp",
+     "megatron_fsdp_quantized_gather", Mxfp8Recipe(rounding="stochastic", seed=8)),
+    (f"--quantized-gather-scaling row --quantized-gather fp8 {V2}", "ddp", "megatron_fsdp_quantized_gather",
+     Fp8Recipe(scaling="row")),
+    (f"--quantized-gather nvfp4 --quantized-gather-rounding stochastic --seed 7 {V2}", "ddp",
+     "megatron_fsdp_quantized_gather", Nvfp4Recipe(rounding="stochastic", seed=7)),
+    (f"--quantized-gather fp8 --quantized-gather-scaling block {V2}", "ddp", "megatron_fsdp_quantized_gather",
+     Fp8Recipe(scaling="block")),
     (f"--megatron-fsdp-main-params-dtype bf16 --bf16 {V2}", "ddp", "megatron_fsdp_main_params_dtype",
      torch.bfloat16),
     (f"--megatron-fsdp-main-grads-dtype bf16 --bf16 --grad-reduce-in-bf16 {V2}", "ddp",
@@ -277,7 +292,7 @@ def seed_of_the_run(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -
 def test_a_flag_arrives(line: str, what: str, field: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = build(what, read_command([], {}).args if V2 not in line else read_command([V2], {}).args, monkeypatch)
     assert line == V2 or plain[field] != value, "the default is no test"
-    environment = TWO_RANKS if "instances" in line else {}
+    environment = FOUR_RANKS if "expert-model" in line else TWO_RANKS if "instances" in line else {}
     assert build(what, read_command(line.split(), environment).args, monkeypatch)[field] == value
 
 

@@ -112,6 +112,27 @@ def test_values_that_do_not_fit_together_are_refused(line: str, message: str) ->
     assert re.fullmatch(r"[\w -]+: expected .+, got .+ for --[\w-]+\. .+\.", str(error.value))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "--first-last-layers-bf16 --num-layers 2",
+            "fewer than the 2 layers kept in the model's dtype, got 2 for --first-last-layers-bf16. Lower --num-la",
+        ),
+        (
+            "--bf16 --fp8-format e4m3 --fp8-param-gather",
+            "no --fp8-param-gather or --fp4-param-gather, .*, got one for --quantized-gather nvfp4. Drop one",
+        ),
+    ],
+)
+def test_quantized_gathers_without_a_weight_for_them_are_refused(
+    line: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(ValueError, match=f"Low-bit weights: expected {message}"):
+        checked(f"--use-megatron-fsdp-v2 --quantized-gather nvfp4 {line}")
+
+
 def test_a_precision_aware_optimizer_needs_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "--use-megatron-fsdp-v2 --use-precision-aware-optimizer"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -167,6 +188,7 @@ def test_low_precision_needs_transformer_engine_and_bf16(monkeypatch: pytest.Mon
 
 
 EXPERTS = "--num-experts 4 --disable-bias-linear"
+SHARED_EXPERTS = f"{EXPERTS} --expert-model-parallel-size 2"
 OVERLAP = f"{EXPERTS} --overlap-moe-expert-parallel-comm"
 
 
@@ -397,6 +419,9 @@ IDLE = [
     "--no-fp8-wgrad --fp4-format e2m1",
     "--tp-only-amax-red",
     "--fp4-param-gather --use-megatron-fsdp-v2",
+    "--quantized-gather mxfp8",
+    "--quantized-gather-rounding stochastic --use-megatron-fsdp-v2",
+    "--quantized-gather-scaling row --use-megatron-fsdp-v2 --quantized-gather mxfp8",
     "--first-last-layers-bf16 --bf16",
     "--num-layers-at-start-in-bf16 2 --fp8-format hybrid",
     "--num-layers-at-end-in-bf16 2 --fp8-format hybrid",
@@ -415,6 +440,16 @@ IDLE = [
     "--data-parallel-sharding-strategy optim",
     "--num-distributed-optimizer-instances 2",
     "--outer-dp-sharding-strategy optim --use-megatron-fsdp-v2",
+    "--expert-data-parallel-sharding-strategy optim",
+    "--expert-data-parallel-sharding-strategy optim --use-megatron-fsdp-v2",
+    f"--expert-data-parallel-sharding-strategy optim --use-megatron-fsdp-v2 {EXPERTS}",
+    f"--expert-data-parallel-sharding-strategy optim_grads_params --use-megatron-fsdp-v2 {SHARED_EXPERTS}",
+    f"--expert-data-parallel-sharding-strategy optim --data-parallel-sharding-strategy optim {SHARED_EXPERTS} "
+    "--use-megatron-fsdp-v2",
+    "--expert-outer-dp-sharding-strategy optim",
+    f"--expert-outer-dp-sharding-strategy optim --use-megatron-fsdp-v2 {SHARED_EXPERTS}",
+    f"--expert-outer-dp-sharding-strategy no_shard --use-megatron-fsdp-v2 {SHARED_EXPERTS} "
+    "--num-distributed-optimizer-instances 2",
     "--megatron-fsdp-static-gradients",
     "--megatron-fsdp-min-unit-numel 9",
     "--cuda-graph-impl full_iteration",

@@ -37,13 +37,13 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_checkpoint import join_gated, 
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     DistributedDataParallelConfig,
     check_ddp_config,
+    check_expert_strategies,
     check_fused_gradients,
     check_gather_group,
     check_model_config,
     check_overlap,
     check_pipeline,
-    schedule_policy,
-    shard_placements,
+    unit_options,
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import (
     check_expert_pieces,
@@ -58,7 +58,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import (
     whole_model_group,
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_overlap import OverlapDriver, refuse_shared_modules
-from megatron.core.distributed.fsdp.mcore_fsdp_v2_precision import keep_first_and_last, mixed_precision_policy
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_precision import keep_first_and_last
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import (
     check_equal_shards,
     find_seen_in_parts,
@@ -79,7 +79,8 @@ __all__ = ["DistributedDataParallelConfig", "FullyShardedDataParallel", "is_full
 class FullyShardedDataParallel(_StockFullyShardedDataParallel):
     """A Megatron-Core model chunk whose parameters, gradients and optimizer state are sharded over data parallelism.
 
-    What is sharded is the config's `data_parallel_sharding_strategy`. With several optimizer instances the mesh has two
+    What is sharded is the config's `data_parallel_sharding_strategy`; of experts that ranks share it may be another
+    one. With several optimizer instances the mesh has two
     axes: the ranks of one instance shard, and corresponding ranks of the instances hold replicas (HSDP) or, with
     `outer_dp_sharding_strategy="optim"`, shard the optimizer state further (HFSDP).
 
@@ -117,6 +118,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         check_model_config(config)
         check_pipeline(config)
         check_ddp_config(ddp_config)
+        check_expert_strategies(ddp_config, config)
         check_overlap(config, ddp_config)
         check_expert_pieces(module, config)
         if disable_bucketing and fsdp_unit_modules:
@@ -127,18 +129,16 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         unit_classes = () if disable_bucketing else resolve_classes(fsdp_unit_modules)
         experts = expert_modules(module)
         units = find_units(module, unit_classes, experts, is_default=fsdp_unit_modules is None)
-        options: dict[str, Any] = {
-            "placements": shard_placements(ddp_config),
-            "mixed_precision_policy": mixed_precision_policy(ddp_config, module),
-            "schedule_policy": schedule_policy(ddp_config),
-            "gradient_reduction": "sum" if config.calculate_per_token_loss else "average",
-        }
+        options = unit_options(ddp_config, config, module)
         check_fused_gradients(config, options["mixed_precision_policy"], module)
         target = _default_device() if device is None else torch.device(device)
         tensor_parallel_size = config.tensor_model_parallel_size
         check_stages(pg_collection, config.pipeline_model_parallel_size)
         instances = ddp_config.num_distributed_optimizer_instances
-        of_experts = expert_options(options, instances, pg_collection, target.type, config) if experts else {}
+        of_experts: dict[str, Any] = {}
+        if experts:
+            of_experts = unit_options(ddp_config, config, module, of_experts=True)
+            of_experts = expert_options(of_experts, instances, pg_collection, target.type, config)
         check_gather_group(ddp_config, config, of_experts["mesh"].size() if experts else 1)
         options["mesh"] = data_parallel_mesh(instances, pg_collection, target.type, tensor_parallel_size)
         _BaseDataParallel.__init__(self, config=config, module=module)
@@ -147,10 +147,11 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         self.force_all_reduce = False
         self.data_parallel_group = find_group(pg_collection, "dp_cp")
         self._pg_collection = pg_collection
-        has_copies = any(at.is_replicate() for at in options["placements"].optimizer)
+        kinds = [options, of_experts] if experts else [options]
+        replicates = [at.is_replicate() for kind in kinds for at in kind["placements"].optimizer]
         has_parts = tensor_parallel_size * config.pipeline_model_parallel_size > 1 or bool(experts)
-        self._has_replicas = has_copies or has_parts
-        self._has_whole_gradients = all(at.is_replicate() for at in options["placements"].optimizer)
+        self._has_replicas = any(replicates) or has_parts
+        self._has_whole_gradients = all(replicates)
         options_of_all = {
             "use_symmetric_memory": getattr(ddp_config, "nccl_ub", False),
             "unify_communication_stream": getattr(ddp_config, "megatron_fsdp_unify_communication_stream", False),

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from megatron.core.distributed.distributed_data_parallel_config import (
@@ -23,6 +24,7 @@ from megatron.core.distributed.fsdp.experimental import (
     SchedulePolicy,
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import check_expert_layout
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_precision import mixed_precision_policy
 
 
 @dataclass
@@ -35,6 +37,9 @@ class DistributedDataParallelConfig(_StockConfig):
 
     Attributes:
         use_megatron_fsdp_v2: wrap model chunks with this module's `FullyShardedDataParallel`.
+        expert_data_parallel_sharding_strategy: what is sharded of experts that ranks share, over the ranks with copies
+            of them; None means `data_parallel_sharding_strategy`.
+        expert_outer_dp_sharding_strategy: the same of the outer axis; None means `outer_dp_sharding_strategy`.
         megatron_fsdp_main_params_dtype: dtype of the main weights.
         megatron_fsdp_main_grads_dtype: dtype in which gradients accumulate; None means float32 with
             `grad_reduce_in_fp32`, else the compute dtype, the widest one where parameters differ.
@@ -57,6 +62,8 @@ class DistributedDataParallelConfig(_StockConfig):
     """
 
     use_megatron_fsdp_v2: bool = False
+    expert_data_parallel_sharding_strategy: str | None = None
+    expert_outer_dp_sharding_strategy: str | None = None
     megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
     megatron_fsdp_main_grads_dtype: torch.dtype | None = None
     megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
@@ -77,6 +84,8 @@ _HONOURED = frozenset(
         "average_in_collective",  # the mean is taken in the collective or before it: the same number
         "check_for_nan_in_grad",
         "data_parallel_sharding_strategy",
+        "expert_data_parallel_sharding_strategy",
+        "expert_outer_dp_sharding_strategy",
         "grad_reduce_in_fp32",
         "megatron_fsdp_backward_prefetch_units",
         "megatron_fsdp_create_all_gather_group",
@@ -102,6 +111,7 @@ _HONOURED = frozenset(
 
 
 _STRATEGIES = {"data_parallel_sharding_strategy": STRATEGIES, "outer_dp_sharding_strategy": OUTER_STRATEGIES}
+_OF_EXPERTS = {f"expert_{name}": name for name in _STRATEGIES}
 _UNSUPPORTED_MODEL_FLAGS = {
     "has_cond_embedder": "a model without a conditional embedder",
     "flextron": "a model without it",
@@ -212,6 +222,23 @@ def check_gather_group(ddp_config: _StockConfig, config: TransformerConfig, num_
         )
 
 
+def check_expert_strategies(ddp_config: _StockConfig, config: TransformerConfig) -> None:
+    """Refuse strategies of experts in a model without experts that ranks share, whatever this rank's chunk holds.
+
+    Raises:
+        ValueError: they would have no effect.
+    """
+    num_experts, size = getattr(config, "num_moe_experts", None), config.expert_model_parallel_size
+    for name in _OF_EXPERTS:
+        strategy = getattr(ddp_config, name, None)
+        if strategy is not None and not (num_experts and size > 1):
+            raise ValueError(
+                f"{name}: expected None without expert parallelism, got {strategy!r} with num_moe_experts="
+                f"{num_experts} and expert_model_parallel_size={size}; experts that every rank holds are sharded as "
+                f"the rest is. Set --expert-model-parallel-size above 1, or drop {_flag(name)}."
+            )
+
+
 def check_fused_gradients(config: TransformerConfig, policy: MixedPrecisionPolicy, module: nn.Module) -> None:
     """Refuse gradient-accumulation fusion where megatron-core's product cannot write the dtype that gradients have."""
     if not getattr(config, "gradient_accumulation_fusion", False) or find_spec("transformer_engine") is not None:
@@ -257,9 +284,8 @@ def _check_strategies(ddp_config: _StockConfig) -> None:
     for name, known in _STRATEGIES.items():
         strategy = getattr(ddp_config, name)
         if strategy not in known:
-            raise ValueError(
-                f"{name}: expected one of {known}, got {strategy!r}. Set --{name.replace('_', '-')} to one of them."
-            )
+            raise ValueError(f"{name}: expected one of {known}, got {strategy!r}. Set {_flag(name)} to one of them.")
+        _check_strategy_of_experts(ddp_config, name, known)
     outer = ddp_config.outer_dp_sharding_strategy
     if outer != "no_shard" and instances == 1:
         raise ValueError(
@@ -267,14 +293,13 @@ def _check_strategies(ddp_config: _StockConfig) -> None:
             f"{outer!r}; there is no outer axis to shard over. Set --num-distributed-optimizer-instances above 1, or "
             "drop --outer-dp-sharding-strategy."
         )
-    if any(at.is_shard() for at in shard_placements(ddp_config).parameter):
-        return
-    for name, default in (
-        ("megatron_fsdp_reshard_after_forward", None),
-        ("megatron_fsdp_create_all_gather_group", False),
+    dense, experts = (_shards_weights(shard_placements(ddp_config, of_experts=each)) for each in (False, True))
+    for name, default, has_effect in (
+        ("megatron_fsdp_reshard_after_forward", None, dense or experts),
+        ("megatron_fsdp_create_all_gather_group", False, dense),  # experts with copies are refused (check_gather_group)
     ):
         value = getattr(ddp_config, name, default)
-        if value is not default:
+        if value is not default and not has_effect:
             raise ValueError(
                 f"{name}: expected {default} with data_parallel_sharding_strategy="
                 f"{ddp_config.data_parallel_sharding_strategy!r}, which keeps whole weights on every rank, got {value};"
@@ -282,13 +307,72 @@ def _check_strategies(ddp_config: _StockConfig) -> None:
             )
 
 
-def shard_placements(ddp_config: _StockConfig) -> Placements:
-    """Return what the strategies mean on the mesh: one axis, or an outer and an inner one with several instances."""
-    has_outer = ddp_config.num_distributed_optimizer_instances > 1
-    return Placements.from_strategy(
-        ddp_config.data_parallel_sharding_strategy,
-        outer=ddp_config.outer_dp_sharding_strategy if has_outer else None,
+def _check_strategy_of_experts(ddp_config: _StockConfig, dense: str, known: tuple[str, ...]) -> None:
+    name, dense_strategy = f"expert_{dense}", getattr(ddp_config, dense)
+    strategy = getattr(ddp_config, name, None)
+    if strategy is None:
+        return
+    if strategy not in known:
+        raise ValueError(
+            f"{name}: expected None or one of {known}, got {strategy!r}. Set {_flag(name)} to one of them."
+        )
+    if dense == "outer_dp_sharding_strategy" and ddp_config.num_distributed_optimizer_instances == 1:
+        raise ValueError(
+            f"{name}: expected None with num_distributed_optimizer_instances=1, got {strategy!r}; there is no outer "
+            f"axis. Set --num-distributed-optimizer-instances above 1, or drop {_flag(name)}."
+        )
+    if strategy == dense_strategy:
+        raise ValueError(
+            f"{name}: expected another strategy than {dense}={dense_strategy!r}, got the same; it would have no "
+            f"effect. Drop {_flag(name)}."
+        )
+
+
+def _shards_weights(placements: Placements) -> bool:
+    return any(at.is_shard() for at in placements.parameter)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def shard_placements(ddp_config: _StockConfig, *, of_experts: bool = False) -> Placements:
+    """Return what the strategies mean on the mesh: one axis, or an outer and an inner one with several instances.
+
+    Args:
+        ddp_config: of the wrapper.
+        of_experts: of experts that ranks share, instead of everything else.
+    """
+    strategy, outer = (
+        (getattr(ddp_config, f"expert_{name}", None) if of_experts else None) or getattr(ddp_config, name)
+        for name in _STRATEGIES
     )
+    has_outer = ddp_config.num_distributed_optimizer_instances > 1
+    return Placements.from_strategy(strategy, outer=outer if has_outer else None)
+
+
+def unit_options(
+    ddp_config: _StockConfig, config: TransformerConfig, module: nn.Module, *, of_experts: bool = False
+) -> dict[str, Any]:
+    """Return what the configs say of units: the keywords of `fully_shard`, without the mesh.
+
+    Args:
+        ddp_config: of the wrapper.
+        config: of the model.
+        module: the chunk.
+        of_experts: of experts that ranks share, instead of everything else.
+    """
+    placements = shard_placements(ddp_config, of_experts=of_experts)
+    schedule = schedule_policy(ddp_config)
+    if not _shards_weights(placements):
+        # The other kind of weights may be released, these stay.
+        schedule = replace(schedule, reshard_after_forward=None)
+    return {
+        "placements": placements,
+        "mixed_precision_policy": mixed_precision_policy(ddp_config, module),
+        "schedule_policy": schedule,
+        "gradient_reduction": "sum" if config.calculate_per_token_loss else "average",
+    }
 
 
 def schedule_policy(ddp_config: _StockConfig) -> SchedulePolicy:

@@ -127,7 +127,7 @@ def expert_options(
     """Return what `fully_shard` of experts is told; see [Note: gradients of experts].
 
     Args:
-        options: of other units.
+        options: what the configs say of experts.
         num_instances: optimizer instances.
         pg_collection: process groups; None means megatron-core's global ones.
         device_type: where shards lie.

@@ -18,6 +18,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     DistributedDataParallelConfig,
     check_ddp_config,
+    check_expert_strategies,
     check_model_config,
     check_overlap,
     check_pipeline,
@@ -27,6 +28,8 @@ from megatron.core.optimizer.fully_sharded_optimizer_config import check_config
 
 FORMAT = "fsdp_dtensor"
 _FLAGS = {
+    "--expert-data-parallel-sharding-strategy": "expert_data_parallel_sharding_strategy",
+    "--expert-outer-dp-sharding-strategy": "expert_outer_dp_sharding_strategy",
     "--megatron-fsdp-static-gradients": "megatron_fsdp_static_gradients",
     "--fsdp-trace-pool": "megatron_fsdp_trace_pool",
     "--megatron-fsdp-min-unit-numel": "megatron_fsdp_min_unit_numel",
@@ -103,6 +106,14 @@ def _declaring(stock: Any) -> Any:
         add = parser.add_argument_group("Megatron-FSDP v2").add_argument
         add("--use-megatron-fsdp-v2", action="store_true", help="shard the model with Megatron-FSDP v2")
         add(
+            "--expert-data-parallel-sharding-strategy",
+            help="what is sharded of experts that ranks share, if another than --data-parallel-sharding-strategy says",
+        )
+        add(
+            "--expert-outer-dp-sharding-strategy",
+            help="the same for --outer-dp-sharding-strategy",
+        )
+        add(
             "--megatron-fsdp-static-gradients",
             action="store_true",
             help="keep the memory of gradients between steps, so that their addresses do not change",
@@ -167,6 +178,7 @@ def _validate(stock: Any, args: argparse.Namespace, defaults: dict[str, Any]) ->
     check_model_config(config)
     check_pipeline(config)
     check_ddp_config(ddp_config(args))
+    check_expert_strategies(ddp_config(args), config)
     check_overlap(config, ddp_config(args))
     check_config(get_megatron_optimizer_config(args)[0])
     return args

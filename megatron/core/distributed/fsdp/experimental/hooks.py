@@ -31,7 +31,10 @@ from .module import FsdpModule
 from .phase import UnitPhase
 
 _MAX_KEPT = 64
-"""Items of a list or mapping in an attribute that are looked at for tensors that a forward has left there."""
+"""Items of a list, mapping or dataclass in an attribute that are looked at for tensors that a forward has left there.
+
+Megatron-Core's modules all have its config of some 200 fields, of which a layer's forward would read thousands.
+"""
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None)})
@@ -203,9 +206,9 @@ def _tensors_near(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
     elif depth and isinstance(value, (list, tuple, dict)) and len(value) <= _MAX_KEPT:
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors_near(item, depth - 1)
-    elif depth and is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors_near(getattr(value, field.name), depth - 1)
+    elif depth and is_dataclass(value) and not isinstance(value, type) and len(items := fields(value)) <= _MAX_KEPT:
+        for item in items:
+            yield from _tensors_near(getattr(value, item.name), depth - 1)
 
 
 def _watch_hooked_modules(unit: Any) -> None:

@@ -48,6 +48,8 @@ class _Recipe:
                 f"{type(self).__name__}.seed: expected 0 with rounding='nearest', got {self.seed}; it would have no "
                 "effect. Set rounding='stochastic', or leave it out."
             )
+        if not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"{type(self).__name__}.seed: expected an int in [0, 2**64), got {self.seed}.")
         if not isinstance(self.keep, tuple) or any(not isinstance(pattern, str) for pattern in self.keep):
             raise ValueError(f"{type(self).__name__}.keep: expected a tuple of shell patterns, got {self.keep!r}.")
 
