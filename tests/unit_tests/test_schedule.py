@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp.experimental import (
+    Fp8Recipe,
     MixedPrecisionPolicy,
     Placements,
     SchedulePolicy,
@@ -192,6 +193,19 @@ RECIPES: dict[str, dict[str, Any]] = {
         for shape in ((1, 2), (2, 1))
     },
     "deep": {"schedule_policy": SchedulePolicy(forward_prefetch_units=3, backward_prefetch_units=3)},
+    **{
+        f"quantized_{name}": {
+            "placements": Placements.from_strategy(strategy, outer=outer),
+            "mesh_shape": shape,
+            "dtype": torch.bfloat16,
+            "mixed_precision_policy": MixedPrecisionPolicy(**recipe),
+        }
+        for name, strategy, outer, shape, recipe in (
+            ("nvfp4", "optim_grads_params", None, (2,), {"nvfp4": True}),
+            ("rows", "optim", None, (2,), {"fp8": Fp8Recipe(scaling="row")}),
+            ("tensors", "optim_grads_params", "optim", (2, 1), {"fp8": True}),
+        )
+    },
 }
 
 
