@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from benchmark_floor import capture_floor
@@ -180,11 +180,13 @@ def fsdp_v2(
     is_capturable: bool = False,
     layers_per_unit: int = 1,
     has_unit_graphs: bool = False,
+    gather: str | None = None,
     **context_options: bool,
 ) -> Setup:
     """Megatron-FSDP v2, this repository: fp32 main weights and gradients, bf16 compute and reductions.
 
-    With an outer strategy all ranks lie along the outer of two axes; with unit graphs each layer has graphs of its own.
+    With an outer strategy all ranks lie along the outer of two axes; with unit graphs each layer has graphs of its own;
+    `gather` names the low-bit format in which weights rest and travel.
     """
     from megatron.core.distributed.fsdp.experimental import (
         MixedPrecisionPolicy,
@@ -195,7 +197,8 @@ def fsdp_v2(
         microbatch,
     )
 
-    policy = MixedPrecisionPolicy(torch.float32, grad_comm_dtype=torch.bfloat16)
+    formats = {} if gather is None else {gather: True}
+    policy = MixedPrecisionPolicy(torch.float32, grad_comm_dtype=torch.bfloat16, **formats)
     placements = Placements.from_strategy(strategy, outer=outer)
     if outer is not None:
         mesh = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("outer", "inner"))
@@ -213,12 +216,18 @@ def fsdp_v2(
 
 
 def fsdp_v2_graph(
-    training: Training, mesh: DeviceMesh, *, is_compiled: bool = False, layers_per_unit: int = 1
+    training: Training,
+    mesh: DeviceMesh,
+    *,
+    is_compiled: bool = False,
+    layers_per_unit: int = 1,
+    gather: str | None = None,
 ) -> Setup:
     """FSDP v2 with the whole iteration, optimizer step included, in one CUDA graph."""
     from megatron.core.distributed.fsdp.experimental import capture_iteration
 
-    setup = fsdp_v2(training, mesh, is_compiled=is_compiled, is_capturable=True, layers_per_unit=layers_per_unit)
+    options: dict[str, Any] = {"layers_per_unit": layers_per_unit, "gather": gather}
+    setup = fsdp_v2(training, mesh, is_compiled=is_compiled, is_capturable=True, **options)
     return replace(setup, capture=partial(capture_iteration, setup.model, setup.optimizer))
 
 
@@ -249,6 +258,8 @@ VARIANTS: dict[str, Recipe] = {
     "fsdp_v2_optim_grads": partial(fsdp_v2, strategy="optim_grads"),
     "fsdp_v2_hsdp": partial(fsdp_v2, outer="no_shard"),
     "fsdp_v2_hfsdp": partial(fsdp_v2, outer="optim"),
+    **{f"fsdp_v2_{name}": partial(fsdp_v2, gather=name) for name in ("fp8", "mxfp8", "nvfp4")},
+    **{f"fsdp_v2_{name}_graph": partial(fsdp_v2_graph, gather=name) for name in ("fp8", "mxfp8", "nvfp4")},
 }
 """Other settings of this repository, which are measured when they are asked for."""
 NEEDS_CUDA = (
@@ -259,6 +270,7 @@ NEEDS_CUDA = (
     "fsdp_v2_joint_graph",
     "fsdp_v2_unit_graph",
     "fsdp_v2_compile_unit_graph",
+    *(f"fsdp_v2_{name}_graph" for name in ("fp8", "mxfp8", "nvfp4")),
 )
 SLOW_ON_CPUS = ("fsdp2_compile", "fsdp_v2_compile")
 """Compiling takes longer there than all else, so that they are measured when they are asked for."""

@@ -36,11 +36,13 @@ RATE = float(torch.tensor(1e-2))
 class Run:
     """A model, its optimizer, and one training step of it on this rank's data."""
 
-    def __init__(self, strategy: str, outer: str | None = None, num_microbatches: int = 1) -> None:
+    def __init__(
+        self, strategy: str, outer: str | None = None, num_microbatches: int = 1, recipe: dict[str, Any] | None = None
+    ) -> None:
         world_size = dist.get_world_size()
         mesh = init_device_mesh(DEVICE, (world_size,) if outer is None else (world_size, 1))
         placements = Placements.from_strategy(strategy, outer=outer)
-        policy = MixedPrecisionPolicy(torch.float32, grad_comm_dtype=torch.bfloat16)
+        policy = MixedPrecisionPolicy(torch.float32, grad_comm_dtype=torch.bfloat16, **(recipe or {}))
         torch.manual_seed(0)
         blocks = [nn.Sequential(Block(WIDTH), nn.Dropout(0.1)) for _ in range(4)]
         self.model: Any = nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH)).to(DEVICE, torch.bfloat16)
@@ -96,11 +98,11 @@ def _train(run: Run, step: Any, steps: int = 12) -> list[torch.Tensor]:
     return [*seen, *run.state()]
 
 
-def equals_eager(strategy: str, outer: str | None, num_microbatches: int) -> str:
+def equals_eager(strategy: str, outer: str | None, num_microbatches: int, recipe: dict[str, Any] | None = None) -> str:
     """Losses, norms, evaluations, weights and moments have the same bits."""
-    eager = Run(strategy, outer, num_microbatches)
+    eager = Run(strategy, outer, num_microbatches, recipe)
     expected = _train(eager, eager.step)
-    run = Run(strategy, outer, num_microbatches)
+    run = Run(strategy, outer, num_microbatches, recipe)
     with graphs_on_the_host() if IS_DRY else nullcontext():
         example = (_batch(0), torch.tensor(1.0, device=DEVICE))
         captured = capture_iteration(run.model, run.optimizer, run.step, example)

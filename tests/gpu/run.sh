@@ -16,6 +16,7 @@
 #     overlap     communication beside compute, no waiting host          python -m tests.gpu.checks --ranks 2 overlap
 #     graphs      whole iterations in one CUDA graph, bit for bit        python -m tests.gpu.checks --ranks 2 graphs
 #     unit_graphs units with graphs of their own, bit for bit            python -m tests.gpu.checks --ranks 2 unit_graphs
+#     quantized   low-bit weights: the host's bits, and in graphs        python -m tests.gpu.checks --ranks 2 quantized
 #     sanitized   no access outside of memory (compute-sanitizer)         see tests/gpu/sanitized.py
 #     same_losses a training run in bf16 with and without a graph        python -m tests.gpu.same_losses --ranks 2
 #     resume      a save in the background and a resume               python -m tests.gpu.resume --ranks 2
@@ -50,6 +51,7 @@ part() { # name, seconds, command
 part behaviour 280 "$python" -m tests.gpu.behaviour
 part one_rank 130 "$python" -m tests.gpu.checks --ranks 1 races memory overlap graphs
 [ "$ranks" -eq 1 ] || part two_ranks 140 "$python" -m tests.gpu.checks --ranks 2 races memory overlap graphs
+part quantized 120 "$python" -m tests.gpu.checks --ranks "$ranks" quantized
 part unit_graphs 120 "$python" -m tests.gpu.checks --ranks "$ranks" unit_graphs
 if [ "$FSDP_TEST_DEVICE" = cuda ] && command -v compute-sanitizer > /dev/null; then
     part sanitized 120 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \

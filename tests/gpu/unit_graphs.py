@@ -49,12 +49,15 @@ class Run:
         width: int = WIDTH,
         num_layers: int = 4,
         capturable: bool = False,
+        recipe: dict[str, Any] | None = None,
     ) -> None:
         world_size = dist.get_world_size()
         mesh = init_device_mesh(DEVICE, (world_size,) if outer is None else (world_size, 1))
         options: dict[str, Any] = {
             "placements": Placements.from_strategy(strategy, outer=outer),
-            "mixed_precision_policy": MixedPrecisionPolicy(torch.float32, grad_comm_dtype=torch.bfloat16),
+            "mixed_precision_policy": MixedPrecisionPolicy(
+                torch.float32, grad_comm_dtype=torch.bfloat16, **(recipe or {})
+            ),
         }
         torch.manual_seed(0)
         blocks = [nn.Sequential(Block(width), nn.Dropout(0.1)) for _ in range(num_layers)]
@@ -116,9 +119,15 @@ def _train(run: Run, steps: int = 12) -> list[torch.Tensor]:
     return [*seen, *run.state()]
 
 
-def equals_eager(strategy: str, outer: str | None, num_microbatches: int, is_compiled: bool = False) -> str:
+def equals_eager(
+    strategy: str,
+    outer: str | None,
+    num_microbatches: int,
+    is_compiled: bool = False,
+    recipe: dict[str, Any] | None = None,
+) -> str:
     """Losses, norms, evaluations, weights and moments have the same bits."""
-    options: dict[str, Any] = {"is_compiled": is_compiled}
+    options: dict[str, Any] = {"is_compiled": is_compiled, "recipe": recipe}
     expected = _train(Run(strategy, outer, num_microbatches, cuda_graph=False, **options))
     with graphs_on_the_host(watches_values=not is_compiled) if IS_DRY else nullcontext():
         run = Run(strategy, outer, num_microbatches, cuda_graph=True, **options)

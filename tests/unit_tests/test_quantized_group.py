@@ -213,6 +213,7 @@ def test_no_schedule_changes_a_bit(name: str) -> None:
         base,
         replace(base, shard={"reshard_after_forward": False}),
         replace(base, shard={"reshard_after_forward": 2}),
+        replace(base, shard={"reshard_after_forward": False, "placements": Placements.from_strategy("optim_grads")}),
         replace(base, shard={"schedule_policy": SchedulePolicy(0, 0)}),
         replace(base, shard={"schedule_policy": SchedulePolicy(3, 2)}),
         replace(base, context={"trace_pool": True}),

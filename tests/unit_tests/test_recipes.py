@@ -46,6 +46,11 @@ from megatron.core.distributed.fsdp.experimental.ownership import group_paramete
         (MixedPrecisionPolicy, {"nvfp4": Fp8Recipe()}, "MixedPrecisionPolicy.nvfp4: expected a Nvfp4Recipe, True or"),
         (
             MixedPrecisionPolicy,
+            {"main_grads_dtype": torch.float8_e4m3fn},
+            "expected a dtype of 16 bits or more, got torch",
+        ),
+        (
+            MixedPrecisionPolicy,
             {"fp8": True, "mxfp8": True},
             r"expected one of fp8, mxfp8 and nvfp4, got \['fp8', 'mxfp8'\]. A unit's weights travel in one format",
         ),

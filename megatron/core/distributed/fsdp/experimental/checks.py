@@ -186,11 +186,15 @@ def check_placements(mesh: DeviceMesh, placements: Placements | None) -> Placeme
     return replace(placements, dp_axes=indices[:count])
 
 
-def check_schedule(schedule: SchedulePolicy, placements: Placements, mesh: DeviceMesh) -> SchedulePolicy:
+def check_schedule(
+    schedule: SchedulePolicy, placements: Placements, mesh: DeviceMesh, policy: MixedPrecisionPolicy
+) -> SchedulePolicy:
     """Return the schedule with what a number for reshard_after_forward means; refuse a setting without effect."""
     reshard = schedule.reshard_after_forward
     axes = [axis for axis, at in enumerate(placements.parameter) if isinstance(at, Shard)]
-    if reshard is not None and not axes:
+    # Compute weights that are made from low-bit planes are released where the planes are whole, too.
+    has_effect = axes or (policy.recipe is not None and isinstance(reshard, bool))
+    if reshard is not None and not has_effect:
         raise ValueError(
             f"fully_shard reshard_after_forward: expected None where parameters are replicated, got "
             f"{reshard}; it would have no effect. Leave it out, or shard the parameters."

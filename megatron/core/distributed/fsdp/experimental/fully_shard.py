@@ -145,7 +145,7 @@ def fully_shard(
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     mesh = mesh or _default_mesh()
     placements = check_placements(mesh, placements)
-    schedule = check_schedule(merge_schedule(schedule_policy, reshard_after_forward), placements, mesh)
+    schedule = check_schedule(merge_schedule(schedule_policy, reshard_after_forward), placements, mesh, policy)
     owned = _owned_parameters(modules, policy)
     context, absorbed = _join_context(modules[0], mesh)
     if cuda_graph:

@@ -157,6 +157,11 @@ class MixedPrecisionPolicy:
                 raise ValueError(
                     f"MixedPrecisionPolicy.{field}: expected a floating-point torch.dtype or None, got {value!r}."
                 )
+            if value is not None and value.itemsize < 2:
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{field}: expected a dtype of 16 bits or more, got {value}. Weights in fewer "
+                    "bits are fp8, mxfp8 and nvfp4; gradients and main weights are never that narrow."
+                )
         choose_recipe(self.fp8, self.mxfp8, self.nvfp4)
 
     @property
