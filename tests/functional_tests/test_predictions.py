@@ -18,7 +18,7 @@ TOLERANCE = 1e-6
 NUM_ITERATIONS = 4
 V2 = "--use-megatron-fsdp-v2"
 MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 99 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
     "--hidden-dropout 0.1 --attention-dropout 0.1 --position-embedding-type rope --mtp-num-layers 2 "
     f"--micro-batch-size 2 --global-batch-size 8 --train-iters {NUM_ITERATIONS} --lr 1e-2 --eval-iters 0 "
     "--log-interval 1 --log-num-zeros-in-grad --seed 7 --num-workers 0"
