@@ -10,6 +10,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.core import parallel_state
+from megatron.pretrain.stages import from_last_stage
 
 _LOADS = {
     "aux_loss": "load_balancing_loss",
@@ -33,7 +34,7 @@ def take_added_losses(args: argparse.Namespace) -> dict[str, float]:
 
 
 def _of_predictions(args: argparse.Namespace) -> dict[str, float]:
-    """Return means over microbatches and data-parallel ranks."""
+    """Return means over microbatches and data-parallel ranks, which the last stage knows."""
     if args.mtp_num_layers is None:
         return {}
     found: dict[str, torch.Tensor] = {}
@@ -43,7 +44,9 @@ def _of_predictions(args: argparse.Namespace) -> dict[str, float]:
         writer=None,
         total_loss_dict=found,
     )
-    return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+    names = [f"mtp_{depth + 1} loss" for depth in range(args.mtp_num_layers)]
+    values = torch.stack([found[name] for name in names]) if found else torch.empty(len(names))
+    return dict(zip(names, from_last_stage(values.to(torch.cuda.current_device())).tolist(), strict=True))
 
 
 def _of_routers(args: argparse.Namespace) -> dict[str, float]:

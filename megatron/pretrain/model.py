@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.core import parallel_state
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import drop_spare_weights
 from megatron.pretrain.attention import SdpaCoreAttention
 from megatron.pretrain.initial_experts import drawn_by_number
 from megatron.pretrain.low_bit_flags import computes_in_low_bits, low_bit_config, low_bit_gathers
@@ -69,7 +70,7 @@ def _build_chunk(
     model: MegatronModule = GPTModel(
         config=config,
         transformer_layer_spec=layers,
-        mtp_block_spec=_build_prediction_spec(args, config, layers, uses_te=uses_te),
+        mtp_block_spec=_build_prediction_spec(args, config, layers, vp_stage, uses_te=uses_te),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
@@ -81,6 +82,7 @@ def _build_chunk(
         pg_collection=groups,
         vp_stage=vp_stage,
     )
+    drop_spare_weights(model)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if torch.cuda.is_available():
@@ -174,11 +176,15 @@ def _build_layer_spec(
     return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage), SequenceParallelNorm)
 
 
-def _build_prediction_spec(args: argparse.Namespace, config: TransformerConfig, layers: Any, *, uses_te: bool) -> Any:
-    """Return what builds the layers that predict further tokens, like the model's own; None without them."""
+def _build_prediction_spec(
+    args: argparse.Namespace, config: TransformerConfig, layers: Any, vp_stage: int | None, *, uses_te: bool
+) -> Any:
+    """Return what builds the layers that predict further tokens, like the model's own; None but in the last chunk."""
     if args.mtp_num_layers is None:
         return None
-    block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=uses_te)
+    block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=uses_te, vp_stage=vp_stage)
+    if block is None:
+        return None
     if args.sequence_parallel and not uses_te:
         for layer in block.layer_specs:
             parts = layer.submodules

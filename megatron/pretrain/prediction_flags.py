@@ -38,16 +38,10 @@ def check_prediction(args: argparse.Namespace) -> None:
 
     Raises:
         ValueError: A flag that they contradict.
-        NotImplementedError: Stages, which were not tried with them.
     """
     count, flag = args.mtp_num_layers, "--mtp-num-layers"
     if count is None:
         return
-    if args.pipeline_model_parallel_size > 1:
-        raise NotImplementedError(
-            f"Multi-token prediction: expected --pipeline-model-parallel-size 1, got "
-            f"{args.pipeline_model_parallel_size} for {flag} {count}. Drop one of them."
-        )
     if args.position_embedding_type == "learned_absolute":
         # As Megatron-LM: the first position would stand for what lies beyond the sequence, too.
         cure = "Change the positions, or drop the layers"

@@ -42,8 +42,12 @@ def losses_on_every_stage(losses: Sequence[torch.Tensor], num_microbatches: int)
     Returns:
         [microbatches, 2].
     """
-    group = parallel_state.get_pipeline_model_parallel_group()
     device = torch.cuda.current_device()
-    found = torch.stack(list(losses)) if losses else torch.empty(num_microbatches, 2, device=device)
-    dist.broadcast(found, src=dist.get_process_group_ranks(group)[-1], group=group)
-    return found
+    return from_last_stage(torch.stack(list(losses)) if losses else torch.empty(num_microbatches, 2, device=device))
+
+
+def from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """Return the last stage's values, in place, on all ranks of its pipeline, which all call it."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast(values, src=dist.get_process_group_ranks(group)[-1], group=group)
+    return values

@@ -22,6 +22,12 @@ import torch
 from tests.unit_tests import mcore  # noqa: F401 - tells the server what to import
 
 _context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        *("torch", "torch.distributed.tensor", "torch.optim", "tests.unit_tests.mcore"),
+        *("megatron.pretrain.main", "megatron.pretrain.training", "megatron.pretrain.checkpointing"),
+    ]
+)
 REPOSITORY = Path(__file__).resolve().parents[2]
 _GRACE_S = 10.0
 SCRIPT = "pretrain_gpt.py"

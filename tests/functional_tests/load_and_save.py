@@ -19,6 +19,7 @@ if __name__ == "__main__":
     args = command.args
     args.transformer_impl = "local"
     launcher.start_process_groups(args, command.place)
+    data.prepare_corpus(args, command.place)
     log = TrainingLog(args, is_writer=command.place.rank == 0)
     checkpoints = Checkpoints(args, log)
     iteration = checkpoints.open()

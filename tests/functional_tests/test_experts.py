@@ -15,7 +15,7 @@ TOLERANCE = 1e-6
 NUM_ITERATIONS = 4
 V2 = "--use-megatron-fsdp-v2"
 MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 99 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
     "--hidden-dropout 0 --attention-dropout 0 --num-experts 4 --moe-ffn-hidden-size 48 --micro-batch-size 2 "
     f"--train-iters {NUM_ITERATIONS} --lr 1e-2 --eval-iters 0 --log-interval 1 --log-num-zeros-in-grad --seed 7"
 )
@@ -27,6 +27,8 @@ LAYOUTS = {
     "ep2": (2, f"{TWO} --global-batch-size 8"),
     "ep2_bias_per_token": (
         2,
+        # On bytes one of 19111 gradients that are zero is so by rounding, and not in every order of sums.
+        "--mock-data --vocab-size 99 "
         "--expert-model-parallel-size 2 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
         "--moe-router-bias-update-rate 0.05 --moe-router-dtype fp32 --calculate-per-token-loss --moe-router-topk 1",
     ),

@@ -142,7 +142,7 @@ PP2_EP2 = Layout("pp2_ep2", 4, (*EP, "--expert-model-parallel-size", "2", "--pip
 def test_weights_and_moments_move_to_another_layout_and_back_bit_for_bit(
     saved: Layout, between: Layout, tmp_path: Path
 ) -> None:
-    model = (*MODEL, *RUN, "--mock-data", "--vocab-size", "300", "--train-iters", "2")
+    model = (*MODEL, *RUN, "--train-iters", "2")
     first = launch_once((V2, *model, *saved.flags, "--save", str(tmp_path), "--save-interval", "2"), saved.ranks)
     assert first.returncode == 0
     source, at = tmp_path, "iter_0000002"

@@ -9,18 +9,22 @@ float32 sums in another order, as in test_parity.py.
 from pathlib import Path
 
 import pytest
+import torch
 
 from .launch_script import Run, launch_forked, launch_once
+from .tensors import load_tensors
 
 TOLERANCE = 1e-6
 NUM_ITERATIONS = 4
 V2 = "--use-megatron-fsdp-v2"
 MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 99 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
     "--hidden-dropout 0.1 --attention-dropout 0.1 --position-embedding-type rope --mtp-num-layers 2 "
     f"--micro-batch-size 2 --global-batch-size 8 --train-iters {NUM_ITERATIONS} --lr 1e-2 --eval-iters 0 "
     "--log-interval 1 --log-num-zeros-in-grad --seed 7 --num-workers 0"
 )
+STAGES = "--pipeline-model-parallel-size 2"
+CHUNKS = f"{STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
 LOSSES = ("lm_loss", "mtp_1_loss", "mtp_2_loss")
 NAMES = (*LOSSES, "grad_norm", "num_zeros")
 LAYOUTS = {
@@ -32,6 +36,9 @@ LAYOUTS = {
         "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
         "--moe-aux-loss-coeff 0.01 --mtp-loss-scaling-factor 0.5"
     ),
+    "stages": STAGES,
+    "stages with chunks": f"{CHUNKS} --calculate-per-token-loss",
+    "stages with chunks, untied": f"{CHUNKS} --untie-embeddings-and-output-weights",
 }
 
 
@@ -44,6 +51,7 @@ def run_of(layout: str, *flags: str) -> Run:
     [
         ("tied", "optim"),
         ("tied", "optim_grads"),
+        ("stages", "optim"),
         *((layout, "optim_grads_params") for layout in LAYOUTS),
     ],
 )
@@ -79,3 +87,49 @@ def test_a_run_goes_on_from_a_checkpoint(saves: str, tmp_path: Path) -> None:
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     for name in NAMES:
         assert resumed.series(name) == pytest.approx(whole.series(name)[2:], rel=TOLERANCE), name
+
+
+def _without_dropout(*flags: str) -> tuple[str, ...]:
+    return (*MODEL.replace("dropout 0.1", "dropout 0").split(), "--num-layers", "4", *flags)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+    """A run of one rank, and its checkpoint of the second iteration."""
+    folder = tmp_path_factory.mktemp("one")
+    return launch_once((V2, *_without_dropout(), "--save", str(folder), "--save-interval", "2"), 1), folder
+
+
+@pytest.mark.parametrize("layout", [STAGES, CHUNKS])
+def test_a_run_of_one_rank_goes_on_in_stages(one_rank: tuple[Run, Path], layout: str) -> None:
+    """Embedding and layers lie on the last stage then, where the embedding is a copy of the first one's."""
+    whole, folder = one_rank
+    flags = (*_without_dropout(*layout.split()), "--load", str(folder), "--ckpt-step", "2", "--no-load-rng")
+    found = launch_once((V2, *flags), 2)
+    for name in NAMES:
+        assert found.series(name) == pytest.approx(whole.series(name)[2:], rel=TOLERANCE), name
+
+
+def test_weights_and_moments_move_to_stages_and_back_bit_for_bit(one_rank: tuple[Run, Path], tmp_path: Path) -> None:
+    source, at = one_rank[1], "iter_0000002"
+    expected = load_tensors(source / at)
+    assert any("mtp.layers.1." in key and key.endswith("exp_avg_sq") for key in expected)
+    for num_ranks, layout in ((2, CHUNKS), (1, "")):
+        target = tmp_path / str(num_ranks)
+        words = (*_without_dropout(*layout.split()), "--load", str(source), "--ckpt-step", "2", "--save", str(target))
+        run = launch_forked((V2, *words), num_ranks, script="tests/functional_tests/load_and_save.py")
+        assert run.returncode == 0, run.stderr[-4000:]
+        found = load_tensors(target / at)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected), layout
+        source = target
+
+
+def test_stages_of_ddp_are_read_by_stages_and_by_one_rank(tmp_path: Path) -> None:
+    flags = _without_dropout(*STAGES.split())
+    ddp = launch_once((*flags, "--save", str(tmp_path), "--save-interval", "2"), 2)
+    load = ("--load", str(tmp_path), "--ckpt-step", "2", "--no-load-rng")
+    for num_ranks, words in ((2, flags), (1, _without_dropout())):
+        found = launch_once((V2, *words, *load), num_ranks)
+        for name in NAMES:
+            assert found.series(name) == pytest.approx(ddp.series(name)[2:], rel=TOLERANCE), name

@@ -206,9 +206,37 @@ def test_exchanges_that_would_pair_wrongly_are_refused() -> None:
         config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size = stages, chunks
         config.overlap_p2p_comm, config.batch_p2p_comm = overlaps, batches
         check_pipeline(config)
-    config.mtp_num_layers = 1
-    with pytest.raises(NotImplementedError, match="mtp_num_layers: expected none over pipeline stages, got 1"):
-        check_pipeline(config)
+
+
+class Predicting(nn.Module):
+    """A last stage whose further layers read an embedding, beside an output layer of the same shape."""
+
+    pre_process, post_process, mtp_process = False, True, True
+
+    def __init__(self, is_tied: bool, predicts: int | None = 1) -> None:
+        super().__init__()
+        self.share_embeddings_and_output_weights = is_tied
+        self.config = SimpleNamespace(mtp_num_layers=predicts)
+        self.embedding, self.output_layer = nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)
+
+    def shared_embedding_or_output_weight(self) -> Any:
+        return self.embedding.weight
+
+
+def test_an_embedding_of_further_layers_is_shared_tied_or_not() -> None:
+    for is_tied in (True, False):
+        stage = Predicting(is_tied)
+        assert list(shared_weights._word_embeddings(nn.Sequential(stage))) == [stage.embedding.weight]
+    assert not list(shared_weights._word_embeddings(Predicting(False, None)))
+
+
+def test_an_output_weight_that_nothing_reads_is_taken_away() -> None:
+    """That of a tied last stage with further layers: it is given the embedding's."""
+    tied, untied, first, plain = Predicting(True), Predicting(False), Predicting(True), Predicting(True, None)
+    first.pre_process, plain.mtp_process = True, False
+    shared_weights.drop_spare_weights(nn.ModuleList([tied, untied, first, plain]))
+    assert [stage.output_layer.weight is None for stage in (tied, untied, first, plain)] == [True, False, False, False]
+    assert len(list(tied.parameters())) == 1
 
 
 def _wrong_number_of_stages() -> None:

@@ -78,9 +78,8 @@ def test_other_modules_are_no_values() -> None:
         checked("--recompute-activations --recompute-modules attn")
 
 
-def test_further_predictions_over_stages_are_a_known_limit() -> None:
-    with pytest.raises(NotImplementedError, match="expected --pipeline-model-parallel-size 1, got 2 for --mtp-num-lay"):
-        checked(f"{MTP} 1 --pipeline-model-parallel-size 2", world_size=2)
+def test_further_predictions_go_with_stages() -> None:
+    assert checked(f"{MTP} 1 --pipeline-model-parallel-size 2 --num-layers 2", world_size=2).mtp_num_layers == 1
 
 
 def test_what_follows_is_filled_in() -> None:

@@ -61,6 +61,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_overlap import OverlapDriver, 
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_precision import keep_first_and_last
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import (
     check_equal_shards,
+    drop_spare_weights,
     find_seen_in_parts,
     find_shared_weights,
     set_apart,
@@ -171,6 +172,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
             inner_first.sort(key=lambda run: sum(1 for member in run for _ in member.modules()))
         runs = list(units_with_experts(inner_first))
         check_shardable([unit for run, _ in runs for unit in run], options["mixed_precision_policy"])
+        drop_spare_weights(module)
         set_apart(find_shared_weights(module, pg_collection))
         with fully_shard_context(self.device, **options_of_all) as context:
             for run, has_experts in runs:

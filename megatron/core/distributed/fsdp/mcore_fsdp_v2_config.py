@@ -148,22 +148,16 @@ def check_model_config(config: TransformerConfig) -> None:
 
 
 def check_pipeline(config: TransformerConfig) -> None:
-    """Refuse settings of pipeline parallelism under which stages would exchange the wrong tensors, or that are new.
+    """Refuse settings of pipeline parallelism under which stages would exchange the wrong tensors.
 
     Between two stages of several chunks, sends and receives in both directions meet; only those that overlap with
     computation, one by one, are paired in order.
 
     Raises:
         ValueError: several chunks on two stages with other exchanges than these, or two kinds of them at once.
-        NotImplementedError: layers that predict further tokens, whose embedding is a third copy.
     """
     if config.pipeline_model_parallel_size == 1:
         return
-    if getattr(config, "mtp_num_layers", None):
-        raise NotImplementedError(
-            f"Megatron-FSDP v2 mtp_num_layers: expected none over pipeline stages, got {config.mtp_num_layers}; they "
-            "do not compose yet. Leave --mtp-num-layers out."
-        )
     overlaps, batches = bool(config.overlap_p2p_comm), bool(config.batch_p2p_comm)
     is_open = config.virtual_pipeline_model_parallel_size is None or config.pipeline_model_parallel_size > 2
     if (overlaps and batches) or not (overlaps or is_open):

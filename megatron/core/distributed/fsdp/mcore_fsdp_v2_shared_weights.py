@@ -46,11 +46,25 @@ def find_shared_weights(module: nn.Module, pg_collection: ProcessGroupCollection
 
 
 def _word_embeddings(module: nn.Module) -> Iterator[Any]:
+    """Yield those that another stage has for its output layer, or for layers that predict further tokens."""
     for model in module.modules():
-        if getattr(model, "share_embeddings_and_output_weights", False):
+        is_tied = getattr(model, "share_embeddings_and_output_weights", None)
+        predicts = getattr(getattr(model, "config", None), "mtp_num_layers", None)
+        if is_tied or (is_tied is not None and predicts):
             weight = model.shared_embedding_or_output_weight()  # type: ignore[operator]
             if weight is not None:
                 yield weight
+
+
+def drop_spare_weights(module: nn.Module) -> None:
+    """Take away output weights that nothing reads, which megatron-core makes nevertheless; before they are sharded.
+
+    On a last stage with layers that predict further tokens, a tied output layer is given the embedding's weight.
+    """
+    for model in module.modules():
+        is_tied = getattr(model, "share_embeddings_and_output_weights", False)
+        if is_tied and getattr(model, "mtp_process", False) and model.post_process and not model.pre_process:
+            model.output_layer.weight = None  # type: ignore[union-attr, assignment]
 
 
 def _position_embeddings(module: nn.Module) -> Iterator[Any]:
