@@ -37,7 +37,6 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_checkpoint import join_gated, 
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     DistributedDataParallelConfig,
     check_ddp_config,
-    check_expert_strategies,
     check_fused_gradients,
     check_gather_group,
     check_model_config,
@@ -47,6 +46,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import (
     check_expert_pieces,
+    check_expert_strategies,
     expert_modules,
     expert_options,
     units_with_experts,

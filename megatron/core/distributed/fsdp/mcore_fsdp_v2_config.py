@@ -111,7 +111,6 @@ _HONOURED = frozenset(
 
 
 _STRATEGIES = {"data_parallel_sharding_strategy": STRATEGIES, "outer_dp_sharding_strategy": OUTER_STRATEGIES}
-_OF_EXPERTS = {f"expert_{name}": name for name in _STRATEGIES}
 _UNSUPPORTED_MODEL_FLAGS = {
     "has_cond_embedder": "a model without a conditional embedder",
     "flextron": "a model without it",
@@ -214,23 +213,6 @@ def check_gather_group(ddp_config: _StockConfig, config: TransformerConfig, num_
             f"have copies, got True with {stages} stage(s) and {num_expert_copies} of each expert. Drop "
             "--create-all-gather-group."
         )
-
-
-def check_expert_strategies(ddp_config: _StockConfig, config: TransformerConfig) -> None:
-    """Refuse strategies of experts in a model without experts that ranks share, whatever this rank's chunk holds.
-
-    Raises:
-        ValueError: they would have no effect.
-    """
-    num_experts, size = getattr(config, "num_moe_experts", None), config.expert_model_parallel_size
-    for name in _OF_EXPERTS:
-        strategy = getattr(ddp_config, name, None)
-        if strategy is not None and not (num_experts and size > 1):
-            raise ValueError(
-                f"{name}: expected None without expert parallelism, got {strategy!r} with num_moe_experts="
-                f"{num_experts} and expert_model_parallel_size={size}; experts that every rank holds are sharded as "
-                f"the rest is. Set --expert-model-parallel-size above 1, or drop {_flag(name)}."
-            )
 
 
 def check_fused_gradients(config: TransformerConfig, policy: MixedPrecisionPolicy, module: nn.Module) -> None:

@@ -15,11 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import EXPERT_AXIS, expert_mesh, find_group
+
+_STRATEGIES = ("expert_data_parallel_sharding_strategy", "expert_outer_dp_sharding_strategy")
+"""Fields of FSDP v2's config that say what is sharded of experts."""
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
@@ -57,6 +61,23 @@ def check_expert_layout(config: TransformerConfig) -> None:
             f"{dense_size}, so that its ranks hold different experts, got {config.expert_model_parallel_size}. Set "
             "--expert-model-parallel-size, or --expert-tensor-parallel-size."
         )
+
+
+def check_expert_strategies(ddp_config: DistributedDataParallelConfig, config: TransformerConfig) -> None:
+    """Refuse strategies of experts in a model without experts that ranks share, whatever this rank's chunk holds.
+
+    Raises:
+        ValueError: they would have no effect.
+    """
+    num_experts, size = getattr(config, "num_moe_experts", None), config.expert_model_parallel_size
+    for name in _STRATEGIES:
+        strategy = getattr(ddp_config, name, None)
+        if strategy is not None and not (num_experts and size > 1):
+            raise ValueError(
+                f"{name}: expected None without expert parallelism, got {strategy!r} with num_moe_experts="
+                f"{num_experts} and expert_model_parallel_size={size}; experts that every rank holds are sharded as "
+                f"the rest is. Set --expert-model-parallel-size above 1, or drop --{name.replace('_', '-')}."
+            )
 
 
 def check_expert_pieces(module: nn.Module, config: TransformerConfig) -> None:

@@ -18,11 +18,11 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     DistributedDataParallelConfig,
     check_ddp_config,
-    check_expert_strategies,
     check_model_config,
     check_overlap,
     check_pipeline,
 )
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import check_expert_strategies
 from megatron.core.distributed.fsdp.megatron_training import Seam
 from megatron.core.optimizer.fully_sharded_optimizer_config import check_config
 
