@@ -20,7 +20,7 @@ from .initial_values import RESET_METHODS, reset_method
 from .module import FsdpModule
 from .ownership import is_of_unit, own_modules, owned_parameters
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
-from .te_weights import check_not_deferred, check_primary, has_backward_plane, is_primary
+from .te_weights import check_not_deferred, check_primary, has_backward_plane, is_primary_weight
 
 TENSOR_PARALLEL_AXIS = "tp"
 """Name of a mesh's last axis along which parameters are pieces, or the same; data parallelism knows nothing of it."""
@@ -226,7 +226,7 @@ def _check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: Mi
         sharded_by = getattr(parameter, "_fsdp_unit", None)
         if sharded_by is not None:
             raise _tied(kind, item.fqn, sharded_by)
-        if is_primary(parameter):
+        if is_primary_weight(parameter):
             _check_primary(kind, item, policy)
         if isinstance(parameter, DTensor):
             raise ValueError(
@@ -267,7 +267,7 @@ def check_primary_unit(
 ) -> None:
     """Refuse what units of TransformerEngine's primary weights cannot do."""
     for item in owned:
-        if not is_primary(item.parameter):
+        if not is_primary_weight(item.parameter):
             continue
         where = f"fully_shard of a unit with {item.fqn}, one of TransformerEngine's primary weights"
         if type(schedule.reshard_after_forward) is int:

@@ -46,7 +46,7 @@ from .schedule import FsdpContext
 from .secondary_shard import SecondarilyShardedGroup
 from .step_guard import watch_steps
 from .te_group import TransformerEngineGroup, prepare_modules
-from .te_weights import is_primary, take_primary
+from .te_weights import is_primary_weight, take_primary
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
 
@@ -198,7 +198,7 @@ def _attach(
     module, *followers = modules
     label = f"{type(module).__name__}#{len(context.units())}"
     for item in owned:
-        if is_primary(item.parameter):
+        if is_primary_weight(item.parameter):
             item.parameter, item.primary = take_primary(item.parameter, context.device)
     record = record_unit(owned, options, register_hooks)
     members = group_parameters(owned, options.mixed_precision_policy.recipe)

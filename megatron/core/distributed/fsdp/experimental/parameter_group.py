@@ -47,7 +47,7 @@ class FsdpParameterGroup:
         name: the unit's name and the group's index.
         main_weight: [local_numel], main dtype; what the optimizer updates and checkpoints hold.
         model_weight: [local_numel], compute dtype; what is gathered. `main_weight` itself where its cast can be.
-        full_weight: [global_numel], compute dtype; what compute reads. Transient, or `model_weight` where that is whole.
+        full_weight: [global_numel], compute dtype; what compute reads. Transient, or `model_weight` if that is whole.
         gradients: buffers and life of the gradients; None as long as no parameter has been trainable.
         sharded_parameters: what the module holds at rest: DTensors over `main_weight`.
         unsharded_parameters: what the module holds while it computes: views of `full_weight`.

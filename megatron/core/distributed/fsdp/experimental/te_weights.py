@@ -156,7 +156,7 @@ KINDS = (
 )
 
 
-def is_primary(parameter: torch.Tensor) -> bool:
+def is_primary_weight(parameter: torch.Tensor) -> bool:
     """Return whether a parameter is one of TransformerEngine's quantized tensors."""
     return any(cls.__name__ == "QuantizedTensor" for cls in type(parameter).__mro__)
 
@@ -173,7 +173,7 @@ def check_primary(where: str, fqn: str, parameter: Any) -> None:
     Args:
         where: begins the message.
         fqn: the parameter's name.
-        parameter: one for which `is_primary` holds.
+        parameter: one for which `is_primary_weight` holds.
 
     Raises:
         NotImplementedError: a class, or settings of its quantizer, that were not looked at.
