@@ -436,3 +436,60 @@ def blackwells_formats_by_partial_casts() -> str:
     nvfp4.quantize(flat, weight.shape, torch.empty_like(flat[::2], dtype=torch.uint8), mine, amax=amax[0])
     assert torch.equal(mine.view(16, 32).repeat_interleave(16, 0), target), "NVFP4 scales"
     return "MXFP8 rows and columns, NVFP4 scales"
+
+
+class _InBackward(torch.autograd.Function):
+    """Calls something in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        ctx.call()
+        return dy, None
+
+
+@_check
+def blackwells_classes_take_our_planes() -> str:
+    """Shapes and dtypes of what is installed, and that the library's classes accept it in either direction."""
+    from transformer_engine.pytorch.constants import DType
+    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+    found = []
+    for quantizer in (MXFP8Quantizer(DType.kFloat8E4M3), NVFP4Quantizer(with_2d_quantization=True)):
+        for shape in ((256, 512), (96, 160)):
+            values = torch.randn(shape).bfloat16()
+            weight: Any = nn.Parameter(quantizer.make_empty(shape, dtype=torch.bfloat16, device=DEVICE))
+            weight._high_precision_init_val = values
+            weight.get_high_precision_init_val = lambda values=values: values
+            weight.clear_high_precision_init_val = lambda: None
+            module: Any = nn.Sequential(nn.Module())
+            module[0].weight = weight
+            with _one_rank() as mesh, fully_shard_context(DEVICE):
+                fully_shard(module, mesh)
+            specs = quantizer.inner_tensor_specs(shape)
+
+            def compare(prefix: str, module: Any = module, specs: Any = specs) -> None:
+                for name, (expected, dtype) in specs.items():
+                    if prefix in name:
+                        plane = getattr(module[0].weight, name)
+                        assert plane.dtype == dtype, (name, plane.dtype, dtype)
+                        assert tuple(plane.shape) == tuple(expected), (name, tuple(plane.shape), tuple(expected))
+
+            def backward(module: Any = module, compare: Any = compare) -> None:
+                module.unshard()
+                module[0].weight.update_usage(columnwise_usage=True)
+                compare("columnwise")
+                module.reshard()
+
+            module.unshard()
+            module[0].weight.update_usage(rowwise_usage=True)
+            compare("rowwise")
+            module.reshard()
+            _InBackward.apply(torch.ones(1, device=DEVICE, requires_grad=True), backward).backward()
+            found.append(f"{type(weight).__name__} {shape}")
+    return ", ".join(found)

@@ -46,7 +46,7 @@ from .te_weights import (
     PrimaryWeight,
     ScaleShape,
     drop_made,
-    has_made,
+    leave_transposes_to_backward,
     quantizer_amax,
     quantizer_scale,
     requantize_in_backward,
@@ -161,8 +161,8 @@ class TransformerEngineGroup(QuantizedGroup):
         """Quantize this rank's main weights, and let what modules have made of earlier ones go."""
         super()._refresh_model_weight()
         for parameter in self.unsharded_parameters:
-            if has_made(self.kind, parameter):
-                drop_made(self.kind, parameter)
+            leave_transposes_to_backward(parameter)
+            drop_made(self.kind, parameter)
         for scales in self._scales:
             if scales is not None and not self.gathers:
                 scales.fill()

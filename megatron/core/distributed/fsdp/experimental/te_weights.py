@@ -283,8 +283,7 @@ class PrimaryWeight:
         kind, original = self.kind, self.original
         parameter = nn.Parameter(original, requires_grad=original.requires_grad)
         weight: Any = parameter
-        # Otherwise forward would make transposes, and keep them for backward.
-        weight._quantizer.set_usage(rowwise=True, columnwise=False)
+        leave_transposes_to_backward(weight)
         drop_made(kind, parameter)
         if kind.backward is not None:
             uninstall(kind.backward, parameter)
@@ -295,6 +294,11 @@ class PrimaryWeight:
     def retire(self, unit: str) -> None:
         """Let the next `fully_shard` that meets the original see that a unit has it."""
         self.original._fsdp_unit = unit
+
+
+def leave_transposes_to_backward(parameter: Any) -> None:
+    """Let forward read a weight without making what backward reads; modules may have given it another quantizer."""
+    parameter._quantizer.set_usage(rowwise=True, columnwise=False)
 
 
 def uninstall(direction: Direction, parameter: Any) -> None:
@@ -309,11 +313,6 @@ def drop_made(kind: Kind, parameter: Any) -> None:
         setattr(parameter, name, None)
     if kind.name == "Float8Tensor":
         parameter._transpose_invalid = True
-
-
-def has_made(kind: Kind, parameter: Any) -> bool:
-    """Return whether there is something that was made for backward."""
-    return any(getattr(parameter, name) is not None for name in kind.made)
 
 
 def quantizer_scale(parameter: Any) -> torch.Tensor:
