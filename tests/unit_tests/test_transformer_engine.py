@@ -619,7 +619,7 @@ def _scales_after_a_load(folder: str) -> None:
 
 
 def test_after_a_load_a_scale_that_has_not_moved_is_the_weights_own(tmp_path: Path) -> None:
-    run_ranks(2, _scales_after_a_load, str(tmp_path))
+    run_ranks(2, _scales_after_a_load, str(tmp_path / "saved"))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
