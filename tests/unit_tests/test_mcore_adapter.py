@@ -55,7 +55,10 @@ HONOURED = {
     "data_parallel_sharding_strategy",
     "expert_data_parallel_sharding_strategy",
     "expert_outer_dp_sharding_strategy",
+    "fp4_param_gather",
+    "fp8_param_gather",
     "grad_reduce_in_fp32",
+    "keep_fp8_transpose_cache",
     "megatron_fsdp_backward_prefetch_units",
     "megatron_fsdp_create_all_gather_group",
     "megatron_fsdp_forward_prefetch_units",
@@ -853,7 +856,7 @@ def _fields_refused(cls: Any) -> int:
 @pytest.mark.parametrize("cls", [adapter.DistributedDataParallelConfig, DistributedDataParallelConfig])
 def test_every_config_field_is_honoured_or_refused(cls: Any) -> None:
     [refused] = run_ranks(1, _fields_refused, cls)
-    assert refused == len({field.name for field in fields(cls)} - HONOURED) > 15
+    assert refused == len({field.name for field in fields(cls)} - HONOURED) > 12
 
 
 def test_the_config_extends_megatron_cores() -> None:
@@ -927,8 +930,6 @@ def _refusals() -> None:
     tower = build_tower()
     for name, value, cure in (
         ("defer_embedding_wgrad_compute", True, "no --defer-embedding-wgrad-compute"),
-        ("fp8_param", True, "no --fp8-param-gather"),
-        ("fp4_param", True, "no --fp4-param-gather"),
         ("enable_cuda_graph", True, "no --enable-cuda-graph"),
         ("external_cuda_graph", True, "no --external-cuda-graph"),
         ("cuda_graph_impl", "local", "--cuda-graph-impl none"),
@@ -940,6 +941,15 @@ def _refusals() -> None:
         tower = build_tower()
         setattr(tower.config, name, value)
         _refuse(NotImplementedError, rf"{name}: expected it off, got {value!r}.*Use {cure}\.", tower)
+    for field, gathers, bits in (("fp8_param", "fp8_param_gather", 8), ("fp4_param", "fp4_param_gather", 4)):
+        tower = build_tower()
+        setattr(tower.config, field, True)
+        error = f"ddp_config.{gathers}: expected True, as {field} of .* got False. Set both, with --fp{bits}-param-gat"
+        _refuse(ValueError, error, tower)
+        error = f"{field}: expected a model with TransformerEngine's weights in FP{bits}, got one without"
+        _refuse(ValueError, error, tower, ddp_config(**{gathers: True}))
+    error = "ddp_config.keep_fp8_transpose_cache: expected False without weights in FP8 or FP4, got True"
+    _refuse(ValueError, error, build_tower(), ddp_config(keep_fp8_transpose_cache=True))
     for name, value, message in (
         ("gtp_weight_remat_size", 2, "gtp_weight_remat_size: expected 1, got 2"),
         ("expert_gtp_weight_remat_size", 4, "expert_gtp_weight_remat_size: expected 1, got 4"),

@@ -42,6 +42,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
     check_model_config,
     check_overlap,
     check_pipeline,
+    check_primary_weights,
     unit_options,
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import (
@@ -121,6 +122,7 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         check_ddp_config(ddp_config)
         check_expert_strategies(ddp_config, config)
         check_overlap(config, ddp_config)
+        check_primary_weights(config, ddp_config, module)
         check_expert_pieces(module, config)
         if disable_bucketing and fsdp_unit_modules:
             raise ValueError(

@@ -22,6 +22,7 @@ from megatron.core.distributed.fsdp.experimental import (
     Placements,
     QuantizationRecipe,
     SchedulePolicy,
+    is_primary_weight,
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import check_expert_layout
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_precision import mixed_precision_policy
@@ -86,7 +87,10 @@ _HONOURED = frozenset(
         "data_parallel_sharding_strategy",
         "expert_data_parallel_sharding_strategy",
         "expert_outer_dp_sharding_strategy",
+        "fp4_param_gather",  # primary weights are gathered in their format in any case; see check_primary_weights
+        "fp8_param_gather",
         "grad_reduce_in_fp32",
+        "keep_fp8_transpose_cache",
         "megatron_fsdp_backward_prefetch_units",
         "megatron_fsdp_create_all_gather_group",
         "megatron_fsdp_forward_prefetch_units",
@@ -115,8 +119,6 @@ _UNSUPPORTED_MODEL_FLAGS = {
     "has_cond_embedder": "a model without a conditional embedder",
     "flextron": "a model without it",
     "defer_embedding_wgrad_compute": "no --defer-embedding-wgrad-compute",
-    "fp8_param": "no --fp8-param-gather",
-    "fp4_param": "no --fp4-param-gather",
     "enable_cuda_graph": "no --enable-cuda-graph",
     "external_cuda_graph": "no --external-cuda-graph",
     "cuda_graph_impl": "--cuda-graph-impl none",
@@ -144,6 +146,34 @@ def check_model_config(config: TransformerConfig) -> None:
             raise NotImplementedError(
                 f"Megatron-FSDP v2 {name}: expected it off, got {value!r}; not supported yet. Use {cure}."
             )
+
+
+def check_primary_weights(config: TransformerConfig, ddp_config: _StockConfig, module: nn.Module) -> None:
+    """Refuse configs that say something else than the model's weights are.
+
+    Raises:
+        ValueError: the two configs differ about weights in FP8 or FP4, they ask for some and there are none, or for
+            their transposes without them.
+    """
+    has_primary = any(is_primary_weight(parameter) for parameter in module.parameters())
+    for field, gathers, bits in (("fp8_param", "fp8_param_gather", 8), ("fp4_param", "fp4_param_gather", 4)):
+        of_model, of_ddp = bool(getattr(config, field, False)), bool(getattr(ddp_config, gathers, False))
+        if of_model != of_ddp:
+            raise ValueError(
+                f"ddp_config.{gathers}: expected {of_model}, as {field} of the model's config says, got {of_ddp}. Set "
+                f"both, with --fp{bits}-param-gather, or none."
+            )
+        # A pipeline stage may have nothing but layers that are kept in bf16.
+        if of_model and not has_primary and config.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                f"{field}: expected a model with TransformerEngine's weights in FP{bits}, got one without. Build it "
+                "with TransformerEngine's layers, at least one of which computes in that format."
+            )
+    if ddp_config.keep_fp8_transpose_cache and not has_primary:
+        raise ValueError(
+            "ddp_config.keep_fp8_transpose_cache: expected False without weights in FP8 or FP4, got True; it would do "
+            "nothing. Drop --keep-fp8-transpose-cache, or add --fp8-param-gather."
+        )
 
 
 def check_pipeline(config: TransformerConfig) -> None:

@@ -45,6 +45,7 @@ def mixed_precision_policy(ddp_config: _StockConfig, module: nn.Module) -> Mixed
         main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", torch.float32),
         main_grads_dtype=main_grads,
         grad_comm_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None),
+        keep_fp8_transpose_cache=ddp_config.keep_fp8_transpose_cache,
         **_recipe(ddp_config),
     )
     sent = policy.grad_comm_dtype

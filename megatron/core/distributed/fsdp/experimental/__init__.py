@@ -21,6 +21,7 @@ from .placement import Flat
 from .policy import OUTER_STRATEGIES, STRATEGIES, MixedPrecisionPolicy, Placements, SchedulePolicy
 from .recipes import Fp8Recipe, Mxfp8Recipe, Nvfp4Recipe, QuantizationRecipe
 from .schedule import FsdpContext
+from .te_weights import is_primary_weight
 
 __all__ = [
     "OUTER_STRATEGIES",
@@ -52,6 +53,7 @@ __all__ = [
     "fully_shard_optimizer",
     "gather_full",
     "grad_norm",
+    "is_primary_weight",
     "load_checkpoint",
     "microbatch",
     "register_fsdp_forward_method",

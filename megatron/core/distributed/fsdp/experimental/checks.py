@@ -20,6 +20,7 @@ from .initial_values import RESET_METHODS, reset_method
 from .module import FsdpModule
 from .ownership import is_of_unit, own_modules, owned_parameters
 from .policy import MixedPrecisionPolicy, Placements, SchedulePolicy
+from .te_weights import check_not_deferred, check_primary, has_backward_plane, is_primary_weight
 
 TENSOR_PARALLEL_AXIS = "tp"
 """Name of a mesh's last axis along which parameters are pieces, or the same; data parallelism knows nothing of it."""
@@ -229,6 +230,8 @@ def _check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: Mi
         sharded_by = getattr(parameter, "_fsdp_unit", None)
         if sharded_by is not None:
             raise _tied(kind, item.fqn, sharded_by)
+        if is_primary_weight(parameter):
+            _check_primary(kind, item, policy)
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"fully_shard of {kind}: expected plain parameters, got the DTensor {item.fqn}. Parameters that are "
@@ -253,11 +256,47 @@ def _check_parameters(module: nn.Module, owned: list[OwnedParameter], policy: Mi
         _check_gradient_dtype(kind, item, policy)
 
 
+def _check_primary(kind: str, item: OwnedParameter, policy: MixedPrecisionPolicy) -> None:
+    """Refuse one of TransformerEngine's primary weights that cannot be sharded as it is."""
+    check_primary(f"fully_shard of {kind}", item.fqn, item.parameter)
+    if policy.recipe is not None and not policy.recipe.keeps(item.fqn):
+        raise ValueError(
+            f"fully_shard of {kind}: expected no MixedPrecisionPolicy.{policy.recipe.name} for weights that are "
+            f"TransformerEngine's own low-bit ones, got it for {item.fqn}. Use one of the two."
+        )
+
+
+def check_primary_unit(
+    owned: Sequence[OwnedParameter], schedule: SchedulePolicy, register_hooks: bool, cuda_graph: bool
+) -> None:
+    """Refuse what units of TransformerEngine's primary weights cannot do."""
+    for item in owned:
+        if not is_primary_weight(item.parameter):
+            continue
+        where = f"fully_shard of a unit with {item.fqn}, one of TransformerEngine's primary weights"
+        if type(schedule.reshard_after_forward) is int:
+            raise NotImplementedError(
+                f"{where}: expected True, False or None for reshard_after_forward, got "
+                f"{schedule.reshard_after_forward}; a few ranks' copy has no scales. Use True."
+            )
+        if cuda_graph:
+            raise NotImplementedError(
+                f"{where}: expected cuda_graph=False, got True; a unit's graph knows gathered weights of one buffer. "
+                "Capture whole iterations instead."
+            )
+        if not register_hooks and has_backward_plane(item.parameter):
+            raise NotImplementedError(
+                f"{where}: expected register_hooks=True, got False; which plane is gathered follows from the unit's "
+                "own hooks. Use a format whose backward reads the transposed weight."
+            )
+
+
 def _check_initial_values(module: nn.Module) -> None:
     """Refuse tensors on the meta device that nothing would give values to, or only together with others."""
     missing: list[str] = []
     names = {owner: prefix for prefix, owner in module.named_modules()}
     for owner in dict.fromkeys(own_modules(module)):
+        check_not_deferred(f"fully_shard of {type(module).__name__}", owner)
         own = {
             name: tensor for name, tensor in (*owner._parameters.items(), *owner._buffers.items()) if tensor is not None
         }

@@ -42,7 +42,8 @@ class DBuffer:
         origin: follows the name where ranks compare what they send: which of several models the buffer belongs to.
         local: [local_numel]; elements that belong to no tensor are undefined.
         has_storage: whether memory is behind `local`, so that it may be read.
-        followers: tensors of others, one per tensor, that are to share memory with `pieces` wherever these move.
+        followers: tensors of others, one per tensor, that are to share memory with `pieces` wherever these move; their
+            ``data`` is set.
         place: what the allocator remembers of this buffer.
         pieces: views of `local`, one per tensor. A whole tensor has its logical shape, whole rows the shape
             [rows, *shape[1:]], anything else is 1-D; which of these a tensor has is the same on every rank.
@@ -73,7 +74,7 @@ class DBuffer:
         self.origin = ""
         self.is_transient = is_transient
         self.place: Any = None
-        self.followers: Sequence[torch.Tensor] = ()
+        self.followers: Sequence[Any] = ()
         self._allocator = allocator
         self._gathers: dict[int, _Gather] = {}
         self._changes: dict[int, _Change] = {}

@@ -24,6 +24,7 @@ from .checks import (
     check_modules,
     check_numbers,
     check_placements,
+    check_primary_unit,
     check_schedule,
     check_types,
     check_unit,
@@ -44,6 +45,8 @@ from .replaced import retire
 from .schedule import FsdpContext
 from .secondary_shard import SecondarilyShardedGroup
 from .step_guard import watch_steps
+from .te_group import TransformerEngineGroup, prepare_modules
+from .te_weights import is_primary_weight, take_primary
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
 
@@ -147,6 +150,7 @@ def fully_shard(
     placements = check_placements(mesh, placements)
     schedule = check_schedule(merge_schedule(schedule_policy, reshard_after_forward), placements, mesh, policy)
     owned = _owned_parameters(modules, policy)
+    check_primary_unit(owned, schedule, register_hooks, cuda_graph)
     context, absorbed = _join_context(modules[0], mesh)
     if cuda_graph:
         _prepare_graphs(modules, placements, context, register_hooks)
@@ -193,6 +197,9 @@ def _attach(
 ) -> None:
     module, *followers = modules
     label = f"{type(module).__name__}#{len(context.units())}"
+    for item in owned:
+        if is_primary_weight(item.parameter):
+            item.parameter, item.primary = take_primary(item.parameter, context.device)
     record = record_unit(owned, options, register_hooks)
     members = group_parameters(owned, options.mixed_precision_policy.recipe)
     kinds = [_group_kind(group[0], options, schedule_policy) for group in members]
@@ -201,6 +208,8 @@ def _attach(
     )
     for item in owned:
         retire(item.parameter, item.fqn, label)
+        if item.primary is not None:
+            item.primary.retire(label)
     for member in modules:
         _move_buffers(member, context.device)
     module.__class__ = _sharded_class(type(module))
@@ -214,6 +223,7 @@ def _attach(
     elif register_hooks:
         hooks.register_hooks(unit)
     registration.watch(owners, unit)
+    prepare_modules(owners, groups)
     for owner in owners:
         owner.register_load_state_dict_pre_hook(_check_load)  # type: ignore[no-untyped-call]
         owner.register_state_dict_pre_hook(_check_state_dict)  # type: ignore[no-untyped-call]
@@ -227,6 +237,8 @@ def _group_kind(
     member: OwnedParameter, options: GroupOptions, schedule_policy: SchedulePolicy
 ) -> Callable[..., FsdpParameterGroup]:
     """Return what makes the group of a parameter."""
+    if member.primary is not None:
+        return TransformerEngineGroup
     quantizes = is_quantized(member, options.mixed_precision_policy.recipe)
     reshard = schedule_policy.reshard_after_forward
     if type(reshard) is int:

@@ -15,7 +15,7 @@ weight that is used again gets memory of its own, which is added.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class FusedGradients:
     def __init__(self, full: DBuffer, parameters: Sequence[nn.Parameter]) -> None:
         self._full = full
         self._places: dict[int, list[torch.Tensor]] = {}
+        self._parameters: Sequence[Any] = parameters
+        self._before: dict[int, Any] = {}
         self.is_packing = False
         for index, parameter in enumerate(parameters):
             weight: Any = parameter
@@ -48,6 +50,8 @@ class FusedGradients:
     def place(self, index: int) -> torch.Tensor:
         """Return where the gradient of parameter `index` is to be written, full shape; contents are undefined."""
         full, places = self._full, self._places.setdefault(index, [])
+        if not places and hasattr(self._parameters[index], "main_grad"):
+            self._before[index] = self._parameters[index].main_grad
         if not self.is_packing and not full.has_storage:
             full.allocate()
             self.is_packing = True
@@ -65,10 +69,18 @@ class FusedGradients:
     def take(self) -> dict[int, list[torch.Tensor]]:
         """Return what was written since the last call, by parameter, and forget it."""
         taken, self._places = self._places, {}
+        self._forget(taken)
         return taken
+
+    def _forget(self, indices: Iterable[int]) -> None:
+        """Take the places from parameters where kernels have left them, which would keep the memory alive."""
+        for index in indices:
+            if index in self._before:
+                self._parameters[index].main_grad = self._before.pop(index)
 
     def close(self) -> None:
         """Give the packed gradients' memory back if it was taken for kernels; on the stream that computes."""
+        self._forget(self._places)
         self._places = {}
         if self.is_packing:
             self.is_packing = False

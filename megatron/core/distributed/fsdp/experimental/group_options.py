@@ -15,11 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from .allocator import StorageAllocator
 from .model_cut import ModelCut, find_model_cut
 from .policy import MixedPrecisionPolicy, Placements
+from .te_weights import PrimaryWeight
 
 GradientReduction = Literal["average", "sum"]
 """What gradients of different ranks become: their mean, or their sum (for losses that are sums)."""
 
-_LASTING = frozenset({"main_weight", "model_weight", "model_scales", "main_grad"})
+_LASTING = frozenset(
+    {
+        *("main_weight", "main_grad", "model_weight", "model_scales", "model_padded_scales"),
+        *("model_backward_weight", "model_backward_scales", "model_backward_padded_scales"),
+    }
+)
 
 
 @dataclass
@@ -33,6 +39,7 @@ class OwnedParameter:
             module, so that a unit and its group form no reference cycle.
         member: which of the unit's modules has it, where several form one unit.
         is_embedding: whether a torch module for embeddings has it.
+        primary: what `parameter` stands for, if that is one of TransformerEngine's primary weights.
     """
 
     fqn: str
@@ -40,6 +47,7 @@ class OwnedParameter:
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     member: int = 0
     is_embedding: bool = False
+    primary: PrimaryWeight | None = None
 
 
 @dataclass(frozen=True)

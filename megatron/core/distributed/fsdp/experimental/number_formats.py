@@ -214,7 +214,7 @@ class Mxfp8Format:
     ) -> None:
         """Quantize a run of whole atoms; see `WeightFormat.quantize`."""
         check_planes(self, values, shape, payload, scales, amax)
-        grid = _grid_of_runs(shape, values.numel(), _MX_BLOCK)
+        grid = self._grid(shape, values.numel())
         bits = grid.amax_bits(values)
         is_lost = bits >= FLOAT32_EXPONENT
         # The exponent's field is that of the power. A mantissa above 1.75, 448's, carries where nothing may saturate.
@@ -237,12 +237,15 @@ class Mxfp8Format:
     ) -> None:
         """Make the values of a run of whole atoms; see `WeightFormat.dequantize`."""
         check_planes(self, out, shape, payload, scales, amax)
-        grid = _grid_of_runs(shape, out.numel(), _MX_BLOCK)
+        grid = self._grid(shape, out.numel())
         if _has_kernel(out):
             _run_kernel(grid, payload, element=E4M3, scales=scales, scale_bits="e8m0", amax=None, out=out)
             return
         plane = decode_powers(scales).view(grid.num_blocks)
         decode_blocks(grid, payload, element=E4M3, plane=plane, out=out)
+
+    def _grid(self, shape: Sequence[int], numel: int) -> Grid:
+        return _grid_of_runs(shape, numel, _MX_BLOCK)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def jointly_owned_parameters(modules: Sequence[nn.Module]) -> list[OwnedParamete
 
 
 def group_parameters(owned: list[OwnedParameter], recipe: QuantizationRecipe | None) -> list[list[OwnedParameter]]:
-    """Group by (dtype, requires_grad) and by whether they are quantized, in the order in which they first occur.
+    """Group by (dtype, requires_grad) and by how they are quantized, in the order in which they first occur.
 
     A parameter whose attribute ``fsdp_group`` is set shares a group with those of an equal value only, so that its
     place in the buffer does not depend on others.
@@ -70,6 +70,7 @@ def group_parameters(owned: list[OwnedParameter], recipe: QuantizationRecipe | N
             parameter.requires_grad,
             getattr(parameter, "fsdp_group", None),
             is_quantized(item, recipe),
+            None if item.primary is None else item.primary.kind,
         )
         groups.setdefault(key, []).append(item)
     return list(groups.values())
@@ -80,6 +81,7 @@ def is_quantized(item: OwnedParameter, recipe: QuantizationRecipe | None) -> boo
     parameter = item.parameter
     return (
         recipe is not None
+        and item.primary is None
         and parameter.is_floating_point()
         and parameter.ndim >= 2
         and not item.is_embedding

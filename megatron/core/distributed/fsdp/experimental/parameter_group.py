@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from . import parameter_pair
 from .checksum import MULTIPLIER, checksum_of
 from .dbuffer import DBuffer
 from .device import report_access
@@ -27,7 +28,7 @@ from .gradients import GroupGradients
 from .group_options import GroupContext, GroupOptions, OwnedParameter
 from .layout import GroupLayout, plan_layout
 from .lent import LentTensors
-from .parameter_pair import NoMainGrad, foreign_parameter, frozen_when_sharded, make_pair
+from .parameter_pair import NoMainGrad, make_pair
 from .placement import flatten
 from .shard_mesh import ShardMesh
 
@@ -46,8 +47,7 @@ class FsdpParameterGroup:
         name: the unit's name and the group's index.
         main_weight: [local_numel], main dtype; what the optimizer updates and checkpoints hold.
         model_weight: [local_numel], compute dtype; what is gathered. `main_weight` itself where its cast can be.
-        full_weight: [global_numel], compute dtype; what forward and backward read. Transient, or `model_weight` itself
-            where no axis shards that.
+        full_weight: [global_numel], compute dtype; what compute reads. Transient, or `model_weight` if that is whole.
         gradients: buffers and life of the gradients; None as long as no parameter has been trainable.
         sharded_parameters: what the module holds at rest: DTensors over `main_weight`.
         unsharded_parameters: what the module holds while it computes: views of `full_weight`.
@@ -143,11 +143,14 @@ class FsdpParameterGroup:
         for index, (original, fqn) in enumerate(zip(originals, self.fqns, strict=True)):
             cut = self.options.model_cut(original, fqn)
             geometry = ShardGeometry(fqn, self.layout, index, self._mesh, weakref.ref(self), cut)
-            pieces = self.main_weight.pieces[index], self.full_weight.pieces[index]
-            sharded, unsharded = make_pair(original, *pieces, geometry)
+            main = self.main_weight.pieces[index]
+            sharded, unsharded = make_pair(original, main, self._full_tensor(index), geometry)
             self.sharded_parameters.append(sharded)
             self.unsharded_parameters.append(unsharded)
         self.full_weight.followers = self.unsharded_parameters
+
+    def _full_tensor(self, index: int) -> torch.Tensor:
+        return self.full_weight.pieces[index]
 
     def rename(self, unit: str, prefixes: Sequence[str]) -> None:
         """Name buffers after their unit, and parameters by their path, for errors and observers.
@@ -188,6 +191,11 @@ class FsdpParameterGroup:
     def gathers(self) -> bool:
         """Whether forward and backward read gathered copies of the weights, rather than resident ones."""
         return self.full_weight.is_transient
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether a gather would bring more than there is, though that is current."""
+        return False
 
     @property
     def has_unreduced_gradients(self) -> bool:
@@ -251,16 +259,13 @@ class FsdpParameterGroup:
         policy = self.options.mixed_precision_policy
         fqn = self.fqns[index]
         if requires_grad and policy.main_params_dtype not in (None, self.main_weight.dtype):
-            raise frozen_when_sharded(
+            raise parameter_pair.frozen_when_sharded(
                 fqn, self.name.rpartition(".")[0], policy.main_params_dtype, self.main_weight.dtype
             )
         if self.on_requires_grad is not None and (callback := self.on_requires_grad()) is not None:
             callback()
         if self.has_unreduced_gradients:
-            raise RuntimeError(
-                f"requires_grad of {fqn} in unit {self.name.rpartition('.')[0]}: expected a change while no gradients "
-                "are held back, got some. Run a backward with set_requires_gradient_sync(True), or zero_grad()."
-            )
+            raise parameter_pair.frozen_with_gradients(fqn, self.name.rpartition(".")[0])
         self.num_freezes += 1
         self.trainable[index] = requires_grad
         self.requires_grad = any(self.trainable)
@@ -367,10 +372,7 @@ class FsdpParameterGroup:
         if found != self.trainable:
             for parameter, requires_grad in zip(self.unsharded_parameters, self.trainable, strict=True):
                 parameter.requires_grad_(requires_grad)
-            raise RuntimeError(
-                f"requires_grad in unit {self.name.rpartition('.')[0]}: expected a change while the unit is at rest, "
-                "got one of gathered parameters. Freeze and unfreeze between steps, and after reshard()."
-            )
+            raise parameter_pair.frozen_while_gathered(self.name.rpartition(".")[0])
 
     def attach_unsharded(self) -> None:
         """Let the module hold the gathered parameters, for compute."""
@@ -378,7 +380,7 @@ class FsdpParameterGroup:
             for parameters_dict, name in places:
                 held = parameters_dict.get(name)
                 if held is not self.sharded_parameters[index] and held is not self.unsharded_parameters[index]:
-                    raise foreign_parameter(held, self.fqns[index], self.name.rpartition(".")[0])
+                    raise parameter_pair.foreign_parameter(held, self.fqns[index], self.name.rpartition(".")[0])
         self.attach(self.unsharded_parameters)
 
     def attach(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -23,7 +23,7 @@ def make_pair(
     Args:
         original: what they replace.
         local: this rank's main weights; [rows, *shape[1:]] or 1-D.
-        full: the full weights, logical shape; need not have storage now.
+        full: the full weights, logical shape; need not have storage now. Or the unsharded parameter itself.
         geometry: which elements each rank owns; its owner is the group.
     """
     sharded: Any = nn.Parameter(_plain_dtensor(local, geometry), requires_grad=original.requires_grad)
@@ -32,7 +32,8 @@ def make_pair(
     sharded._fsdp_group = geometry.owner
     # `.data` gives the view its own version counter, so that refilling the buffer between forward and backward is not
     # taken for an in-place change of a saved weight.
-    unsharded: Any = nn.Parameter(full.data, requires_grad=original.requires_grad)
+    is_made = isinstance(full, nn.Parameter)
+    unsharded: Any = full if is_made else nn.Parameter(full.data, requires_grad=original.requires_grad)
     unsharded._fsdp_is_gathered = True
     for attribute, value in vars(original).items():
         if attribute not in _RUNTIME_ATTRIBUTES:
@@ -56,6 +57,22 @@ def frozen_when_sharded(fqn: str, unit: str, expected: torch.dtype | None, dtype
     return RuntimeError(
         f"requires_grad of {fqn} in unit {unit}: expected a parameter with main weights in {expected}, got one that "
         f"was frozen when it was sharded and has {dtype}. Shard it trainable and freeze it afterwards."
+    )
+
+
+def frozen_with_gradients(fqn: str, unit: str) -> RuntimeError:
+    """Return what to raise where a parameter is frozen or unfrozen whose unit has gradients that wait."""
+    return RuntimeError(
+        f"requires_grad of {fqn} in unit {unit}: expected a change while no gradients are held back, got some. Run a "
+        "backward with set_requires_gradient_sync(True), or zero_grad()."
+    )
+
+
+def frozen_while_gathered(unit: str) -> RuntimeError:
+    """Return what to raise where a gathered parameter has been frozen or unfrozen."""
+    return RuntimeError(
+        f"requires_grad in unit {unit}: expected a change while the unit is at rest, got one of gathered parameters. "
+        "Freeze and unfreeze between steps, and after reshard()."
     )
 
 

@@ -141,6 +141,8 @@ class MixedPrecisionPolicy:
         fp8: recipe for weights in FP8; True for its defaults.
         mxfp8: recipe for weights in MXFP8; True for its defaults.
         nvfp4: recipe for weights in NVFP4; True for its defaults.
+        keep_fp8_transpose_cache: keep the transposes that TransformerEngine's modules make of primary weights until
+            the weights change, rather than until the unit's backward ends; see docs/transformer_engine.md.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -149,8 +151,14 @@ class MixedPrecisionPolicy:
     fp8: Fp8Recipe | bool | None = None
     mxfp8: Mxfp8Recipe | bool | None = None
     nvfp4: Nvfp4Recipe | bool | None = None
+    keep_fp8_transpose_cache: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.keep_fp8_transpose_cache, bool):
+            raise ValueError(
+                "MixedPrecisionPolicy.keep_fp8_transpose_cache: expected True or False, got "
+                f"{self.keep_fp8_transpose_cache!r}."
+            )
         for field in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
             value = getattr(self, field)
             if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):

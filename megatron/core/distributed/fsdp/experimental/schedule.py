@@ -130,7 +130,7 @@ class FsdpContext(ContextMemory):
         if self._is_finalized:
             return
         self.name_units()
-        check_recipes(self.parameter_groups())
+        check_recipes(list(self.parameter_groups()))
         self.initialize_values()
         recorded = [unit for unit in self.forward_order if id(unit) in self._records]
         check_units([(unit, self._records[id(unit)]) for unit in recorded], self.device)
@@ -238,7 +238,7 @@ class FsdpContext(ContextMemory):
         groups = unit.parameter_groups
         is_stale = is_lent = False
         for group in groups:
-            is_stale = is_stale or group.is_stale
+            is_stale = is_stale or group.is_stale or group.is_incomplete
             is_lent = is_lent or bool(group.lent)
         if unit.unshard_event is not None and not is_stale:
             return
