@@ -41,6 +41,7 @@ HOST_ONLY = {
     "test_graph.py": "puts a double in place of CUDA graphs; graphs.py captures real ones",
     "test_graph_state.py": "puts a double in place of CUDA graphs; graphs.py captures real ones",
     "test_unit_graph.py": "puts a double in place of CUDA graphs; unit_graphs.py captures real ones",
+    "test_transformer_engine.py": "puts doubles in place of its classes; transformer_engine.py has the real ones",
     "test_compiling.py": "compiles for longer than all else takes",
     "test_megatron_training.py": "looks at the arguments of megatron-core's loop; stock_loop.py runs it",
     "test_fused_gradients.py": "runs megatron-core on hosts",

@@ -22,6 +22,7 @@
 #     same_losses a training run in bf16 with and without a graph        python -m tests.gpu.same_losses --ranks 2
 #     resume      a save in the background and a resume               python -m tests.gpu.resume --ranks 2
 #     stock_loop  megatron-core 0.19's own loop, beside DDP   python -m tests.gpu.stock_loop --ranks 2
+#     transformer_engine   FP8 with TransformerEngine's weights, where it is installed; see transformer_engine.sh
 #     pretrain    a training run in bf16, with its loss curve
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -66,6 +67,9 @@ if [ "$FSDP_TEST_DEVICE" = cuda ]; then
     part resume 110 "$python" -m tests.gpu.resume --ranks "$ranks"
     if "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("megatron.training"))'; then
         part stock_loop 300 "$python" -m tests.gpu.stock_loop --ranks "$ranks"
+    fi
+    if "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("transformer_engine"))'; then
+        part transformer_engine 420 "$python" -m tests.gpu.transformer_engine
     fi
     part pretrain 70 env NPROC="$ranks" PYTHON="$python" examples/megatron_fsdp/pretrain_bytes.sh --use-megatron-fsdp-v2 \
         --bf16 --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 \

@@ -6,8 +6,8 @@
 #
 #     tests/gpu/transformer_engine.sh FOLDER... [-- options of tests/gpu/transformer_engine.py]
 #
-# The folders have wheels, a wheel in parts (NAME.00, NAME.01, ...), and the sources of TransformerEngine's extension for
-# PyTorch (sdist.tgz), which are built here. Nothing is downloaded. Everything goes to $TE_SITE, by default a new folder.
+# The folders have wheels, a wheel in parts (NAME.00, NAME.01, ...), and the sources of TransformerEngine's extension
+# for PyTorch (sdist.tgz), which are built here. Nothing is downloaded. All goes to $TE_SITE, by default a new folder.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python="${PYTHON:-python3}"
