@@ -2,7 +2,7 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
 #
-# All checks that need GPUs, within 17 minutes on two of them; run it from an environment in which the project, pytest
+# All checks that need GPUs, within 19 minutes on two of them; run it from an environment in which the project, pytest
 # and hypothesis are installed:
 #
 #     tests/gpu/run.sh [folder for logs and plots]
@@ -16,6 +16,7 @@
 #     overlap     communication beside compute, no waiting host          python -m tests.gpu.checks --ranks 2 overlap
 #     graphs      whole iterations in one CUDA graph, bit for bit        python -m tests.gpu.checks --ranks 2 graphs
 #     unit_graphs units with graphs of their own, bit for bit            python -m tests.gpu.checks --ranks 2 unit_graphs
+#     number_formats low-bit weights, bit for bit, and how fast    python -m tests.gpu.checks --ranks 1 number_formats
 #     sanitized   no access outside of memory (compute-sanitizer)         see tests/gpu/sanitized.py
 #     same_losses a training run in bf16 with and without a graph        python -m tests.gpu.same_losses --ranks 2
 #     resume      a save in the background and a resume               python -m tests.gpu.resume --ranks 2
@@ -51,6 +52,7 @@ part behaviour 280 "$python" -m tests.gpu.behaviour
 part one_rank 130 "$python" -m tests.gpu.checks --ranks 1 races memory overlap graphs
 [ "$ranks" -eq 1 ] || part two_ranks 140 "$python" -m tests.gpu.checks --ranks 2 races memory overlap graphs
 part unit_graphs 120 "$python" -m tests.gpu.checks --ranks "$ranks" unit_graphs
+part number_formats 120 "$python" -m tests.gpu.checks --ranks 1 number_formats
 if [ "$FSDP_TEST_DEVICE" = cuda ] && command -v compute-sanitizer > /dev/null; then
     part sanitized 120 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
         "$python" -m tests.gpu.sanitized

@@ -20,7 +20,7 @@ from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
-from megatron.core.distributed.fsdp.experimental import block_views, float_bits
+from megatron.core.distributed.fsdp.experimental import block_views, float_bits, number_formats
 from megatron.core.distributed.fsdp.experimental.number_formats import Fp8Format, Mxfp8Format, Nvfp4Format
 from megatron.core.distributed.fsdp.experimental.quantization import as_matrix, num_scales_of
 from tests.unit_tests.number_oracle import E2M1, E4M3, E8M0, FLOAT, LARGEST, elements_of, tensor_of
@@ -374,6 +374,43 @@ def test_example_of_spans() -> None:
     cut = [(span.start, span.stop, span.num_blocks, span.block) for span in block_views.spans(70, 50, 40)]
     assert cut == [(0, 40, 1, 0), (40, 50, 1, 0), (50, 70, 1, 1)]
     assert block_views.spans(0, 16, 40) == []
+
+
+@kinds
+@pytest.mark.parametrize("shape", [(3, 40), (5, 33), (300, 150), (64, 64), (70,)], ids=str)
+def test_kernel_is_told_all_of_it(kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA one kernel decodes: a double makes the same values of what it is given. number_formats.py runs it."""
+    planes = quantized(FORMATS[kind], torch.randn(math.prod(shape)), shape)
+    expected = planes.values(math.prod(shape))
+    calls = []
+
+    def kernel(
+        grid: block_views.Grid,
+        payload: torch.Tensor,
+        *,
+        element: float_bits.ElementBits,
+        scales: torch.Tensor,
+        scale_bits: str,
+        amax: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        calls.append(scale_bits)
+        if scale_bits == "amax":
+            plane = (1 / (torch.tensor(448.0) / amax)).view(1, 1)
+        elif scale_bits == "float32":
+            plane = scales.view(torch.float32).view(grid.num_blocks)
+        elif scale_bits == "e8m0":
+            plane = float_bits.decode_powers(scales).view(grid.num_blocks)
+        else:
+            plane = float_bits.E4M3.decode(scales.view(grid.num_blocks)) * (amax / torch.tensor(2688.0))
+        codes = float_bits.unpack_nibbles(payload)[: out.numel()] if element is float_bits.E2M1 else payload
+        block_views.decode_blocks(grid, codes, element=element, plane=plane, out=out)
+
+    monkeypatch.setattr(number_formats, "_has_kernel", lambda out: True)
+    monkeypatch.setattr(number_formats, "_run_kernel", kernel)
+    assert torch.equal(planes.values(math.prod(shape)), expected)
+    bits = {"tensor": "amax", "row": "float32", "block": "float32", "nvfp4": "e4m3"}.get(kind, "e8m0")
+    assert calls == [bits]
 
 
 class _Watch(TorchDispatchMode):

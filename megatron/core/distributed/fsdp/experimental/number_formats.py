@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""The number formats of low-bit weights: FP8 in three scalings, MXFP8 and NVFP4, in plain torch.
+"""The number formats of low-bit weights: FP8 in three scalings, MXFP8 and NVFP4, in plain torch; decoded by Triton.
 
 They know no shards and communicate nothing; what a format must offer is said in `quantization.py`.
 
@@ -22,6 +22,8 @@ The same bits on hosts and on CUDA, for any cut into whole atoms. Nothing waits 
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,13 +35,14 @@ from .float_bits import (
     E2M1,
     E4M3,
     FLOAT32_EXPONENT,
+    ElementBits,
     decode_powers,
     pack_nibbles,
     unpack_nibbles,
 )
-from .quantization import BlockGeometry, as_matrix, num_scales_of
+from .format_checks import check_choice, check_planes, check_rounding
+from .quantization import BlockGeometry, as_matrix
 
-_ROUNDINGS = ("nearest", "stochastic")
 _FP8_SCALINGS = ("tensor", "row", "block")
 _MX_ROUNDINGS = ("floor", "ceil")
 _FP8_BLOCK = 128
@@ -74,8 +77,8 @@ class Fp8Format:
     alignment = 16
 
     def __post_init__(self) -> None:
-        _check_choice("FP8 scaling", self.scaling, _FP8_SCALINGS)
-        _check_rounding(self.rounding, self.seed)
+        check_choice("FP8 scaling", self.scaling, _FP8_SCALINGS)
+        check_rounding(self.rounding, self.seed)
 
     @property
     def name(self) -> str:
@@ -116,7 +119,7 @@ class Fp8Format:
         start: int = 0,
     ) -> None:
         """Quantize a run of whole atoms; see `WeightFormat.quantize`."""
-        _check_planes(self, values, shape, payload, scales, amax)
+        check_planes(self, values, shape, payload, scales, amax)
         grid = self._grid(shape, values.numel())
         bits = grid.amax_bits(values) if amax is None else _bits_of(amax)
         factors, plane = self._factors(bits)
@@ -136,8 +139,12 @@ class Fp8Format:
         amax: torch.Tensor | None = None,
     ) -> None:
         """Make the values of a run of whole atoms; see `WeightFormat.dequantize`."""
-        _check_planes(self, out, shape, payload, scales, amax)
+        check_planes(self, out, shape, payload, scales, amax)
         grid = self._grid(shape, out.numel())
+        if _has_kernel(out):
+            kind = "float32" if amax is None else "amax"
+            _run_kernel(grid, payload, element=E4M3, scales=scales, scale_bits=kind, amax=amax, out=out)
+            return
         if amax is None:
             plane = scales.view(torch.float32).view(grid.num_blocks)
         else:
@@ -188,8 +195,8 @@ class Mxfp8Format:
     needs_amax = False
 
     def __post_init__(self) -> None:
-        _check_choice("MXFP8 scale rounding", self.scale_rounding, _MX_ROUNDINGS)
-        _check_rounding(self.rounding, self.seed)
+        check_choice("MXFP8 scale rounding", self.scale_rounding, _MX_ROUNDINGS)
+        check_rounding(self.rounding, self.seed)
 
     def geometry(self, shape: Sequence[int]) -> BlockGeometry:
         """Return how blocks lie: an atom is a block where no row ends within one, else a row."""
@@ -206,7 +213,7 @@ class Mxfp8Format:
         start: int = 0,
     ) -> None:
         """Quantize a run of whole atoms; see `WeightFormat.quantize`."""
-        _check_planes(self, values, shape, payload, scales, amax)
+        check_planes(self, values, shape, payload, scales, amax)
         grid = _grid_of_runs(shape, values.numel(), _MX_BLOCK)
         bits = grid.amax_bits(values)
         is_lost = bits >= FLOAT32_EXPONENT
@@ -229,8 +236,11 @@ class Mxfp8Format:
         amax: torch.Tensor | None = None,
     ) -> None:
         """Make the values of a run of whole atoms; see `WeightFormat.dequantize`."""
-        _check_planes(self, out, shape, payload, scales, amax)
+        check_planes(self, out, shape, payload, scales, amax)
         grid = _grid_of_runs(shape, out.numel(), _MX_BLOCK)
+        if _has_kernel(out):
+            _run_kernel(grid, payload, element=E4M3, scales=scales, scale_bits="e8m0", amax=None, out=out)
+            return
         plane = decode_powers(scales).view(grid.num_blocks)
         decode_blocks(grid, payload, element=E4M3, plane=plane, out=out)
 
@@ -261,7 +271,7 @@ class Nvfp4Format:
     needs_amax = True
 
     def __post_init__(self) -> None:
-        _check_rounding(self.rounding, self.seed)
+        check_rounding(self.rounding, self.seed)
 
     def geometry(self, shape: Sequence[int]) -> BlockGeometry:
         """Return how blocks lie: an atom is a block where no row ends within one, else a row.
@@ -281,7 +291,7 @@ class Nvfp4Format:
         start: int = 0,
     ) -> None:
         """Quantize a run of whole atoms; see `WeightFormat.quantize`."""
-        amax = _check_planes(self, values, shape, payload, scales, amax)
+        amax = check_planes(self, values, shape, payload, scales, amax)
         assert amax is not None
         grid = _grid_of_runs(shape, values.numel(), _NV_BLOCK)
         bits = grid.amax_bits(values)
@@ -311,9 +321,12 @@ class Nvfp4Format:
         amax: torch.Tensor | None = None,
     ) -> None:
         """Make the values of a run of whole atoms; see `WeightFormat.dequantize`."""
-        amax = _check_planes(self, out, shape, payload, scales, amax)
+        amax = check_planes(self, out, shape, payload, scales, amax)
         assert amax is not None
         grid = _grid_of_runs(shape, out.numel(), _NV_BLOCK)
+        if _has_kernel(out):
+            _run_kernel(grid, payload, element=E2M1, scales=scales, scale_bits="e4m3", amax=amax, out=out)
+            return
         plane = E4M3.decode(scales.view(grid.num_blocks)) * self._tensor_scale(_bits_of(amax))
         decode_blocks(grid, unpack_nibbles(payload)[: out.numel()], element=E2M1, plane=plane, out=out)
 
@@ -356,36 +369,27 @@ def _noise_of(number_format: _Format, start: int) -> Noise | None:
     return None if number_format.rounding == "nearest" else Noise(number_format.seed, start)
 
 
-def _check_choice(what: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{what}: expected one of {', '.join(known)}, got {value!r}. Choose one of them.")
+def _has_kernel(out: torch.Tensor) -> bool:
+    """Return whether one kernel can make these values: they are on CUDA, and Triton is there."""
+    return out.is_cuda and _has_triton()
 
 
-def _check_rounding(rounding: str, seed: int) -> None:
-    _check_choice("rounding", rounding, _ROUNDINGS)
-    if not 0 <= seed < 1 << 64:
-        raise ValueError(f"rounding seed: expected an integer in [0, 2**64), got {seed}. Reduce it modulo 2**64.")
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
-def _check_planes(
-    number_format: _Format,
-    values: torch.Tensor,
-    shape: Sequence[int],
+def _run_kernel(
+    grid: Grid,
     payload: torch.Tensor,
+    *,
+    element: ElementBits,
     scales: torch.Tensor,
+    scale_bits: str,
     amax: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """Return amax where the format needs it; raise ValueError where planes do not belong to these values."""
-    numel = values.numel()
-    num_scales = num_scales_of(number_format.geometry(shape), numel)
-    expected = -(-numel // number_format.elements_per_byte), num_scales * number_format.scale_bytes
-    if (payload.numel(), scales.numel()) != expected:
-        raise ValueError(
-            f"{number_format.name} planes: expected {expected[0]} bytes of payload and {expected[1]} of scales for "
-            f"{numel} elements of shape {tuple(shape)}, got {payload.numel()} and {scales.numel()}. "
-            "Pass the planes of the same whole atoms."
-        )
-    if number_format.needs_amax != (amax is not None):
-        wanted, got = ("an", "none") if number_format.needs_amax else ("no", "one")
-        raise ValueError(f"{number_format.name} amax: expected {wanted} amax, got {got}. Do as `needs_amax` says.")
-    return amax
+    out: torch.Tensor,
+) -> None:
+    # Triton is not needed on hosts, and not installed with torch there.
+    from .triton_dequantize import dequantize
+
+    dequantize(grid, payload, element=element, scales=scales, scale_bits=scale_bits, amax=amax, out=out)
