@@ -39,7 +39,7 @@ from .float_bits import (
     unpack_nibbles,
 )
 from .format_checks import check_choice, check_planes, check_rounding
-from .format_kernels import kernels_for
+from .format_kernels import Kernels, kernels_for
 from .quantization import BlockGeometry, as_matrix
 
 _FP8_SCALINGS = ("tensor", "row", "block")
@@ -221,7 +221,7 @@ class Mxfp8Format:
         """Quantize a run of whole atoms; see `WeightFormat.quantize`."""
         check_planes(self, values, shape, payload, scales, amax)
         grid = self._grid(shape, values.numel())
-        kernels, source = kernels_for(values), _noise_of(self, start)
+        kernels, source = self._kernels(grid, values), _noise_of(self, start)
         if kernels is not None:
             scaling = {"scale_bits": self.scale_rounding, "factors": None, "amax": None, "scales": scales}
             kernels.quantize(grid, values, element=E4M3, source=source, payload=payload, **scaling)
@@ -247,7 +247,7 @@ class Mxfp8Format:
         """Make the values of a run of whole atoms; see `WeightFormat.dequantize`."""
         check_planes(self, out, shape, payload, scales, amax)
         grid = self._grid(shape, out.numel())
-        kernels = kernels_for(out)
+        kernels = self._kernels(grid, out)
         if kernels is not None:
             kernels.dequantize(grid, payload, element=E4M3, scales=scales, scale_bits="e8m0", amax=None, out=out)
             return
@@ -256,6 +256,10 @@ class Mxfp8Format:
 
     def _grid(self, shape: Sequence[int], numel: int) -> Grid:
         return _grid_of_runs(shape, numel, _MX_BLOCK)
+
+    def _kernels(self, grid: Grid, tensor: torch.Tensor) -> Kernels | None:
+        """Return the kernels for blocks of a row; they know no others."""
+        return kernels_for(tensor) if grid.block_rows == 1 else None
 
 
 @dataclass(frozen=True)

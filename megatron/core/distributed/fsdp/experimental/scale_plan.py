@@ -64,9 +64,10 @@ def _common_ratio(layout: GroupLayout, geometries: Sequence[BlockGeometry]) -> i
     """Return how many elements share a scale, if that is one number that all offsets are multiples of."""
     ratios = {
         geometry.atom // geometry.scales_per_atom if geometry.atom % geometry.scales_per_atom == 0 else 0
-        for geometry in geometries
+        for slot, geometry in zip(layout.slots, geometries, strict=True)
+        if slot.numel
     }
-    if len(ratios) > 1 or 0 in ratios:
+    if len(ratios) != 1 or 0 in ratios:
         return None
     (ratio,) = ratios
     if layout.shard_numel % ratio or any(slot.offset % ratio for slot in layout.slots):
