@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -82,6 +83,16 @@ def _named(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+class Several(nn.Module):
+    """Matrices of one unit with gaps between them, of which every row has whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 7)
+        self.down = nn.Linear(32, 5, bias=False)
+        self.gate = nn.Linear(96, 3)
+
+
 class Wide(nn.Module):
     """Matrices of many sizes: rows of whole blocks and not, fewer rows than ranks, a convolution, and vectors."""
 
@@ -93,6 +104,7 @@ class Wide(nn.Module):
                     {"even": nn.Linear(64, 96), "odd": nn.Linear(41, 7), "row": nn.Linear(33, 1, bias=False)}
                 ),
                 nn.ModuleDict({"large": nn.Linear(130, 257), "conv": nn.Conv2d(3, 5, 3)}),
+                nn.ModuleDict({"several": Several()}),
             ]
         )
 
@@ -542,3 +554,28 @@ def _graphs_without_pool() -> None:
 def test_graphs_of_units_need_a_pool_where_weights_are_made_anew() -> None:
     (error,) = run_ranks_expecting(1, ValueError, _graphs_without_pool)
     assert "expected gathered weights at fixed addresses, got a context without a pool" in error
+
+
+def _calls_of_several(recipe: Any) -> list[int]:
+    """Return how often the format has quantized and dequantized when a unit of three matrices has been gathered."""
+    with fully_shard_context(DEVICE) as context:
+        unit: Any = fully_shard(Several().to(DEVICE), lasting_mesh((2,)), mixed_precision_policy=recipe)
+    (group,) = (group for group in context.parameter_groups() if isinstance(group, QuantizedGroup))
+    form = group.format
+    kind = type(form)
+    with (
+        mock.patch.object(kind, "quantize", autospec=True, side_effect=kind.quantize) as quantize,
+        mock.patch.object(kind, "dequantize", autospec=True, side_effect=kind.dequantize) as dequantize,
+    ):
+        unit.unshard()
+        unit.reshard()
+    return [quantize.call_count, dequantize.call_count]
+
+
+def test_matrices_that_are_one_vector_to_the_format_take_one_call() -> None:
+    """Their bits are those of single ones in any case (`test_shards_have_the_bits_of_the_whole`)."""
+    assert run_ranks(2, _calls_of_several, MixedPrecisionPolicy(mxfp8=True))[0] == [1, 1]
+    stochastic = MixedPrecisionPolicy(mxfp8=Mxfp8Recipe(rounding="stochastic"))
+    num_parts, num_calls = run_ranks(2, _calls_of_several, stochastic)[0]
+    assert num_parts >= 1 and num_calls == 1
+    assert run_ranks(2, _calls_of_several, MixedPrecisionPolicy(nvfp4=True))[0][1] == 3

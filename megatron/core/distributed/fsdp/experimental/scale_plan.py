@@ -33,10 +33,12 @@ class ScalePlan:
     Attributes:
         shard_numel: scales in a shard of the plane.
         parts: per tensor, its run in each of its shards, by shard, in order.
+        ratio: elements that share a scale, where scales lie in proportion to them.
     """
 
     shard_numel: int
     parts: tuple[dict[int, Range], ...]
+    ratio: int | None = None
 
     def runs(self, index: int) -> list[Range]:
         """Return where the scales of a tensor lie in the gathered plane, neighbours joined."""
@@ -89,7 +91,7 @@ def _proportional(layout: GroupLayout, geometries: Sequence[BlockGeometry], rati
         parts.append(
             {shard: whole.intersect(Range(shard * shard_numel, (shard + 1) * shard_numel)) for shard in shards}
         )
-    return ScalePlan(layout.shard_numel // ratio, tuple(parts))
+    return ScalePlan(layout.shard_numel // ratio, tuple(parts), ratio)
 
 
 def _dense(layout: GroupLayout, geometries: Sequence[BlockGeometry]) -> ScalePlan:
