@@ -73,7 +73,10 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes == "units" else block(x)
+            if self.recomputes == "units":
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = te.checkpoint(block, x) if self.recomputes == "units, by TransformerEngine" else block(x)
         return x
 
 
@@ -358,7 +361,7 @@ def test_no_schedule_changes_a_bit(recipe: str) -> None:
         variants.append({"policy": MixedPrecisionPolicy(keep_fp8_transpose_cache=True)})
     if recipe != "delayed":
         # A delayed scale moves whenever a forward ends, also one that is computed again.
-        variants += [{"recomputes": "units"}, {"recomputes": "layers"}]
+        variants += [{"recomputes": kind} for kind in ("units", "units, by TransformerEngine", "layers")]
     _assert_same(run_ranks(2, _runs_of, recipe, variants))
 
 
