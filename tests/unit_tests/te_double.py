@@ -9,6 +9,7 @@ by the definitions of the formats, apart from the runtime's own, and layers mult
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from types import MethodType
@@ -338,6 +339,34 @@ class NVFP4Quantizer(Quantizer):
         )
         new._make_columns()
         return new
+
+
+# --- recomputation ----------------------------------------------------------------------------------------------------
+
+
+def checkpoint(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """Compute a function again in backward, as TransformerEngine's `checkpoint` with ``use_reentrant=False`` does.
+
+    Unlike PyTorch's it runs the whole function again, and backward gets new objects of all that was saved then, of
+    weights, too.
+    """
+    saved: list[torch.Tensor | None] = []
+    count = itertools.count()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.detach())
+        return tensor.detach()
+
+    def again(index: int) -> torch.Tensor:
+        if not saved:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                function(*args)
+        tensor, saved[index] = saved[index], None
+        assert tensor is not None, "read once"
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: next(count), again):
+        return function(*args)
 
 
 # --- a layer ----------------------------------------------------------------------------------------------------------

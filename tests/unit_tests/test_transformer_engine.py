@@ -73,7 +73,10 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes == "units" else block(x)
+            if self.recomputes == "units":
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = te.checkpoint(block, x) if self.recomputes == "units, by TransformerEngine" else block(x)
         return x
 
 
@@ -358,7 +361,7 @@ def test_no_schedule_changes_a_bit(recipe: str) -> None:
         variants.append({"policy": MixedPrecisionPolicy(keep_fp8_transpose_cache=True)})
     if recipe != "delayed":
         # A delayed scale moves whenever a forward ends, also one that is computed again.
-        variants += [{"recomputes": "units"}, {"recomputes": "layers"}]
+        variants += [{"recomputes": kind} for kind in ("units", "units, by TransformerEngine", "layers")]
     _assert_same(run_ranks(2, _runs_of, recipe, variants))
 
 
@@ -426,6 +429,41 @@ def _views(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_planes_are_views_of_what_is_gathered(recipe: str) -> None:
     run_ranks(2, _views, recipe)
+
+
+def _misplaced(recipe: str, strategy: str, pools: bool) -> list[tuple[str, int]]:
+    """Return what lies where cuBLAS cannot read it, of all tensors that modules pass on in a step."""
+    model, _ = _build(recipe, strategy, context={"trace_pool": pools})
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    names = (*ROWS["delayed"], *PLANES, *COLUMNS, "_transpose", "_amax_rowwise", "_amax_columnwise")
+    seen: dict[str, set[int]] = {}
+
+    def look(*_: Any) -> None:
+        for weight in (layer.weight for layer in model.modules() if isinstance(layer, te.Linear)):
+            for name in names:
+                tensor = getattr(weight, name, None)
+                if tensor is not None and tensor.untyped_storage().nbytes():
+                    seen.setdefault(name, set()).add(tensor.data_ptr() % 16)
+                    assert tensor.is_contiguous(), name
+
+    for block in model.blocks:
+        block.up.register_forward_hook(look)
+        block.up.register_full_backward_hook(look)
+    for _ in range(3):
+        model(torch.randn(4, WIDTH).bfloat16().to(DEVICE).requires_grad_()).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(seen) >= 2, seen
+    return [(name, remainder) for name, remainders in seen.items() for remainder in sorted(remainders - {0})]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("strategy", "pools"), [("optim", False), ("optim_grads_params", False), ("optim_grads_params", True)]
+)
+def test_what_products_read_begins_at_multiples_of_16_bytes(recipe: str, strategy: str, pools: bool) -> None:
+    """cuBLAS refuses elements and scales that lie elsewhere, those of a whole tensor, too."""
+    assert run_ranks(3, _misplaced, recipe, strategy, pools) == [[]] * 3
 
 
 def _made(parameter: Any) -> bool:

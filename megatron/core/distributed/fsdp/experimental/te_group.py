@@ -15,7 +15,8 @@ that is recomputed in it gathers the other besides, just before the module that 
 make for backward are dropped when the unit comes to rest, unless the policy keeps them until the weights change.
 
 Scales lie in their plane without padding. Where TransformerEngine reads something else than one run of it that begins
-at a multiple of 16 bytes, they are copied to where they lie as it needs them, in a buffer of their own.
+at a multiple of 16 bytes, they are copied to where they lie as it needs them, in a buffer of their own. A scale of a
+whole tensor lies at such an address, too: cuBLAS refuses products by scales that lie elsewhere.
 
 Delayed scaling is TransformerEngine's: the factor is the one that its quantizer has when weights are quantized, and the
 largest magnitude, of all ranks, goes to where its kernels note it. After a load a factor that is still 1, as in a
@@ -57,7 +58,7 @@ from .weight_planes import Part, WeightPlanes
 _ALIGNMENT = 16
 """Bytes: what addresses of scales are multiples of."""
 _SLOT = 128
-"""Bytes: what copied scales begin at multiples of."""
+"""Bytes: what copied scales, and those of whole tensors, begin at multiples of."""
 
 
 class TransformerEngineGroup(QuantizedGroup):
@@ -94,7 +95,7 @@ class TransformerEngineGroup(QuantizedGroup):
             formats["backward_"] = kind.backward.form
         self._make_planes(formats)
         self.full_weight = self.plane_sets[0].payload.full
-        self.factors, self.inverses = torch.ones_like(self.amaxes), torch.ones_like(self.amaxes)
+        self.amaxes, self.factors, self.inverses = (_one_each(self.amaxes) for _ in range(3))
         self._directions = [kind.forward, *([] if kind.backward is None else [kind.backward])]
         self._scales = [
             _ScalePlane(planes, direction.scales, self.layout, self._buffer, prefix)
@@ -250,6 +251,11 @@ class TransformerEngineGroup(QuantizedGroup):
             self._gather_planes(0)
             event = stream.record_event()
         context.current_stream().wait_event(event)
+
+
+def _one_each(like: torch.Tensor) -> torch.Tensor:
+    """Return ones, [tensors], float32; a view whose elements lie `_SLOT` bytes apart."""
+    return like.new_ones(like.numel(), _SLOT // like.itemsize)[:, 0]
 
 
 class _ScalePlane:
