@@ -174,11 +174,16 @@ class Weights(nn.Module):
         raise NotImplementedError
 
 
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    # A copy: one element may be contiguous with any stride, which a view in bytes does not accept.
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
 def _same_bytes(found: Any, expected: Any, name: str) -> None:
     ours, theirs = getattr(found, name), getattr(expected, name)
     assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, (name, ours.shape, theirs.shape)
     assert ours.is_contiguous()
-    assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)), name
+    assert torch.equal(_bytes_of(ours), _bytes_of(theirs)), name
 
 
 def _check_bytes(recipe: str, strategy: str, outer: str | None, shape: tuple[int, ...]) -> None:
