@@ -6,7 +6,8 @@
 
 A line for each check (ok, FAILED or not run), a table of training runs, and a summary; the exit status is 0 if nothing
 failed. It needs one GPU of compute capability 9.0 or newer, TransformerEngine, and megatron-core 0.19.2 for the runs.
-Without these it says so and runs nothing. tests/gpu/transformer_engine.sh installs TransformerEngine from files.
+Without these it says so and runs nothing. Training runs get ready side by side, and then train one after another; the
+table's seconds are those of a run's turn. tests/gpu/transformer_engine.sh installs TransformerEngine from files.
 """
 
 from __future__ import annotations
