@@ -4,8 +4,8 @@
 
     FSDP_TEST_DEVICE=cuda python -m tests.gpu.checks --ranks 1 number_formats
 
-Without a GPU Triton's kernel runs in Triton's interpreter, where Triton is installed; that rounds bfloat16 otherwise,
-so that its values are asked for in other dtypes only.
+Without a GPU Triton's kernels run in Triton's interpreter, where Triton is installed. That rounds to bfloat16 in a way
+of its own, so that values are asked for in other dtypes only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from megatron.core.distributed.fsdp.experimental import number_formats
+from megatron.core.distributed.fsdp.experimental import format_kernels, number_formats
 from megatron.core.distributed.fsdp.experimental.number_formats import Fp8Format, Mxfp8Format, Nvfp4Format
 from megatron.core.distributed.fsdp.experimental.quantization import num_scales_of
 from tests.gpu.checks import IS_DRY, Check
@@ -46,6 +46,9 @@ DTYPES = [torch.float32, torch.float16] + ([] if IS_DRY else [torch.bfloat16])
 # Kernels are compiled for each dtype.
 SHAPES_OF_ALL_DTYPES = [(64, 64), (130, 3), *LARGE_SHAPES]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+START = (1 << 32) - 1000
+"""Index of the first element, for stochastic rounding: indices of 33 bits are among them."""
+
 SPEED_SHAPE = (64, 256) if IS_DRY else (4096, 14336)
 NUM_RUNS = 2 if IS_DRY else 50
 
@@ -66,29 +69,31 @@ class Planes:
 
     def values(self, dtype: torch.dtype, *, by_triton: bool) -> torch.Tensor:
         out = torch.full((math.prod(self.shape),), -7.0, dtype=dtype, device=self.payload.device)
-        with decoding(by_triton):
+        with using(by_triton):
             self.number_format.dequantize(self.payload, self.scales, self.shape, out, amax=self.amax)
         return out
 
 
 @contextmanager
-def decoding(by_triton: bool) -> Iterator[None]:
-    """Decode by Triton's kernel, or by those of torch, whatever the device."""
-    with mock.patch.object(number_formats, "_has_kernel", lambda out: by_triton):
+def using(by_triton: bool) -> Iterator[None]:
+    """Use Triton's kernels, or those of torch, whatever the device."""
+    kernels = format_kernels._kernels() if by_triton else None
+    with mock.patch.object(number_formats, "kernels_for", lambda tensor: kernels):
         yield
 
 
-def quantized(number_format: Any, values: torch.Tensor, shape: Sequence[int]) -> Planes:
+def quantized(number_format: Any, values: torch.Tensor, shape: Sequence[int], *, by_triton: bool = False) -> Planes:
     """Quantize a tensor on its device into bytes that hold something else before."""
     amax = None
     if number_format.needs_amax:
-        amax = values.abs().max() if values.numel() else torch.zeros((), device=values.device)
+        amax = values.float().abs().max() if values.numel() else torch.zeros((), device=values.device)
     payload = torch.full((-(-values.numel() // number_format.elements_per_byte),), 0xAB, dtype=torch.uint8)
     num_scales = num_scales_of(number_format.geometry(shape), values.numel())
     scales = torch.full((num_scales * number_format.scale_bytes,), 0xAB, dtype=torch.uint8)
     planes = Planes(number_format, shape, payload, scales, amax)
     planes = replace(planes.to(str(values.device)), amax=amax)
-    number_format.quantize(values, shape, planes.payload, planes.scales, amax=amax)
+    with using(by_triton):
+        number_format.quantize(values, shape, planes.payload, planes.scales, amax=amax, start=START)
     return planes
 
 
@@ -147,15 +152,15 @@ def device_has_the_bits_of_the_host(kind: str, rounding: str) -> str:
         for name, values in host_values(shape):
             what = f"{kind}, {rounding}, {shape}, {name}"
             host = quantized(number_format, values, shape)
-            device = quantized(number_format, values.to(DEVICE), shape)
-            assert_same(f"payload of {what}", device.payload, host.payload)
-            assert_same(f"scales of {what}", _scales_to_compare(device), _scales_to_compare(host))
-            for dtype in _dtypes_of(shape):
-                expected = host.values(dtype, by_triton=False)
+            for by_triton in _ways():
+                way = f"{'Triton' if by_triton else 'torch'}, {what}"
+                device = quantized(number_format, values.to(DEVICE), shape, by_triton=by_triton)
+                assert_same(f"payload by {way}", device.payload, host.payload)
+                assert_same(f"scales by {way}", _scales_to_compare(device), _scales_to_compare(host))
                 # Decoding does not know how elements have been rounded.
-                for by_triton in _ways() if rounding == "nearest" else [False]:
-                    got = device.values(dtype, by_triton=by_triton)
-                    assert_same(f"{dtype} by {'Triton' if by_triton else 'torch'} of {what}", got, expected)
+                for dtype in _dtypes_of(shape) if rounding == "nearest" else []:
+                    expected = host.values(dtype, by_triton=False)
+                    assert_same(f"{dtype} by {way}", device.values(dtype, by_triton=by_triton), expected)
             count += values.numel()
     return (
         f"{count} elements in {len(SHAPES) + len(LARGE_SHAPES)} shapes; Triton {'too' if HAS_TRITON else 'is missing'}"
@@ -184,44 +189,42 @@ def any_bytes_are_decoded_alike(kind: str) -> str:
 
 
 def works_in_a_graph(kind: str) -> str:
-    """Quantizing and decoding wait for nothing: a CUDA graph of both does as eager calls do, with other values, too."""
+    """Nothing waits: a CUDA graph of quantizing and decoding does as eager calls do, with other values, too."""
     if IS_DRY:
         return "no GPU, no graph"
+    for rounding in ("nearest", "stochastic"):
+        for by_triton in _ways():
+            with using(by_triton):
+                _compare_graph(replace(FORMATS[kind], rounding=rounding), f"{kind}, {rounding}, Triton {by_triton}")
+    return "3 replays each of nearest and stochastic rounding" + (", torch and Triton" if HAS_TRITON else "")
+
+
+def _compare_graph(number_format: Any, what: str) -> None:
     shape = (384, 1024)
     generator = torch.Generator("cpu").manual_seed(1)
-    batches = [torch.randn(math.prod(shape), generator=generator, device="cpu").to(DEVICE) for _ in range(3)]
-    for rounding in ("nearest", "stochastic"):
-        number_format = replace(FORMATS[kind], rounding=rounding)
-        values = batches[0].clone()
-        planes = quantized(number_format, values, shape)
-        amax = None if planes.amax is None else planes.amax.clone()
-        out = torch.empty(values.numel(), dtype=torch.bfloat16, device=DEVICE)
+    batches = [torch.randn(math.prod(shape), generator=generator, device="cpu") for _ in range(3)]
+    values = batches[0].to(DEVICE)
+    planes = quantized(number_format, values, shape)
+    out = torch.empty(values.numel(), dtype=torch.bfloat16, device=DEVICE)
 
-        def both(
-            number_format: Any = number_format,
-            values: torch.Tensor = values,
-            planes: Planes = planes,
-            amax: torch.Tensor | None = amax,
-            out: torch.Tensor = out,
-        ) -> None:
-            if amax is not None:
-                torch.amax(values.abs(), dim=0, out=amax)
-            number_format.quantize(values, shape, planes.payload, planes.scales, amax=amax)
-            number_format.dequantize(planes.payload, planes.scales, shape, out, amax=amax)
+    def both() -> None:
+        if planes.amax is not None:
+            planes.amax.copy_(values.abs().max())
+        number_format.quantize(values, shape, planes.payload, planes.scales, amax=planes.amax, start=START)
+        number_format.dequantize(planes.payload, planes.scales, shape, out, amax=planes.amax)
 
+    # Triton compiles in the first call.
+    both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         both()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            both()
-        for index, batch in enumerate(batches):
-            values.copy_(batch)
-            graph.replay()
-            host = quantized(number_format, batch.cpu(), shape)
-            what = f"{kind}, {rounding}, replay {index}"
-            assert_same(f"payload of {what}", planes.payload, host.payload)
-            assert_same(f"values of {what}", out, host.values(torch.bfloat16, by_triton=False))
-    return "3 replays each of nearest and stochastic rounding"
+    for index, batch in enumerate(batches):
+        values.copy_(batch)
+        graph.replay()
+        host = quantized(number_format, batch, shape)
+        assert_same(f"payload of {what}, replay {index}", planes.payload, host.payload)
+        assert_same(f"values of {what}, replay {index}", out, host.values(torch.bfloat16, by_triton=False))
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -252,7 +255,7 @@ def speed(kind: str) -> str:
     plane_bytes = planes.payload.nbytes + planes.scales.nbytes
     found = []
     for by_triton in _ways():
-        with decoding(by_triton):
+        with using(by_triton):
             seconds = _seconds(
                 lambda: number_format.dequantize(planes.payload, planes.scales, SPEED_SHAPE, out, amax=planes.amax)
             )
@@ -260,14 +263,16 @@ def speed(kind: str) -> str:
         found.append(
             f"decoding by {name} {(plane_bytes + out.nbytes) / seconds / 1e9:6.0f} GB/s {seconds * 1e6:6.0f} us"
         )
-    for rounding in ("nearest", "stochastic"):
-        rounded = replace(number_format, rounding=rounding)
+        for rounding in ("nearest", "stochastic"):
+            rounded = replace(number_format, rounding=rounding)
 
-        def quantize(rounded: Any = rounded) -> None:
-            rounded.quantize(values, SPEED_SHAPE, planes.payload, planes.scales, amax=planes.amax)
+            def quantize(rounded: Any = rounded) -> None:
+                rounded.quantize(values, SPEED_SHAPE, planes.payload, planes.scales, amax=planes.amax)
 
-        seconds = _seconds(quantize)
-        found.append(f"{rounding} {(plane_bytes + values.nbytes) / seconds / 1e9:6.0f} GB/s {seconds * 1e6:6.0f} us")
+            with using(by_triton):
+                seconds = _seconds(quantize)
+            moved = (plane_bytes + values.nbytes) / seconds / 1e9
+            found.append(f"encoding ({rounding}) by {name} {moved:6.0f} GB/s {seconds * 1e6:6.0f} us")
     if IS_DRY:
         return "no GPU, nothing to measure"
     return f"{SPEED_SHAPE} {str(dtype).removeprefix('torch.')}: " + ", ".join(found)

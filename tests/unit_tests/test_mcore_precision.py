@@ -16,6 +16,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_precision import QUANTIZED_GAT
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
 from tests.unit_tests.mcore import build_gpt, build_tower, cpu_shim, start, wrap
 
+PARTS = ["megatron.core.transformer.mlp.MLP", "megatron.core.transformer.attention.SelfAttention"]
 MATRICES = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
@@ -51,11 +52,16 @@ def _layers(*numbers: int) -> set[str]:
             {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 2},
             _layers(0),
         ),
+        (
+            {"megatron_fsdp_quantized_gather": "nvfp4", "fsdp_unit_modules": PARTS},
+            {"first_last_layers_bf16": True},
+            _layers(1),
+        ),
         ({"megatron_fsdp_quantized_gather": Fp8Recipe(keep=("*fc*", "*proj*"))}, {}, {
             name for name in _layers(0, 1, 2) if "qkv" in name
         } | {"embedding.word_embeddings.weight", "output_layer.weight"}),
     ],
-    ids=["off", "all layers", "without first and last", "without the last two", "own patterns"],
+    ids=["off", "all layers", "without first and last", "without the last two", "parts of layers", "own patterns"],
 )  # fmt: skip
 def test_matrices_of_layers_are_quantized(options: dict[str, Any], changes: dict[str, Any], expected: set[str]) -> None:
     """Embeddings, norms, biases and the output layer are not, unless a recipe's own patterns say otherwise.
@@ -86,9 +92,14 @@ def test_routers_are_kept_and_experts_are_not() -> None:
             "first_last_layers_bf16: expected units of layers that are quantized or of layers that are not, got both",
         ),
         (
+            {"megatron_fsdp_quantized_gather": "fp8", "fsdp_unit_modules": ["torch.nn.modules.sparse.Embedding"]},
+            {"first_last_layers_bf16": True, "num_layers": 3},
+            "first_last_layers_bf16: expected units of layers that are quantized or of layers that are not, got both",
+        ),
+        (
             {"megatron_fsdp_quantized_gather": "fp8"},
             {"first_last_layers_bf16": True, "num_layers": 2},
-            r"MixedPrecisionPolicy.fp8: expected units with matrices that it does not keep, got \['embedding",
+            "megatron_fsdp_quantized_gather fp8: expected layers with matrices that are quantized, got none: all are",
         ),
     ],
 )

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +21,7 @@ from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
-from megatron.core.distributed.fsdp.experimental import block_views, float_bits, number_formats
+from megatron.core.distributed.fsdp.experimental import block_views, float_bits, format_kernels, number_formats
 from megatron.core.distributed.fsdp.experimental.number_formats import Fp8Format, Mxfp8Format, Nvfp4Format
 from megatron.core.distributed.fsdp.experimental.quantization import as_matrix, num_scales_of
 from tests.unit_tests.number_oracle import E2M1, E4M3, E8M0, FLOAT, LARGEST, elements_of, tensor_of
@@ -376,41 +377,73 @@ def test_example_of_spans() -> None:
     assert block_views.spans(0, 16, 40) == []
 
 
+def _dequantize(grid: block_views.Grid, payload: torch.Tensor, **given: Any) -> None:
+    """Do what the kernel does with what it is told."""
+    bits, scales, amax, out, element = (given[name] for name in ("scale_bits", "scales", "amax", "out", "element"))
+    if bits == "amax":
+        plane = (1 / (torch.tensor(448.0) / amax)).view(1, 1)
+    elif bits == "float32":
+        plane = scales.view(torch.float32).view(grid.num_blocks)
+    elif bits == "e8m0":
+        plane = float_bits.decode_powers(scales).view(grid.num_blocks)
+    else:
+        plane = float_bits.E4M3.decode(scales.view(grid.num_blocks)) * (amax / torch.tensor(2688.0))
+    codes = float_bits.unpack_nibbles(payload)[: out.numel()] if element is float_bits.E2M1 else payload
+    block_views.decode_blocks(grid, codes, element=element, plane=plane, out=out)
+
+
+def _quantize(grid: block_views.Grid, values: torch.Tensor, **given: Any) -> None:
+    """Likewise, by the oracle's formats where the kernel finds scales."""
+    bits, source, payload = given["scale_bits"], given["source"], given["payload"]
+    if bits == "factors":
+        block_views.encode_blocks(
+            grid,
+            values,
+            scale=torch.mul,
+            factors=given["factors"],
+            element=given["element"],
+            codes=payload,
+            source=source,
+        )
+        return
+    assert source is None and given["factors"] is None and grid.block_rows == 1
+    assert (bits == "e4m3") == (given["amax"] is not None) == (given["element"] is float_bits.E2M1)
+    kind = "nvfp4" if bits == "e4m3" else bits
+    found = tensor_of(kind, values.view(grid.rows, grid.columns).numpy())
+    for plane, data in zip((payload, given["scales"]), found[:2], strict=True):
+        plane.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
 @kinds
 @pytest.mark.parametrize("shape", [(3, 40), (5, 33), (300, 150), (64, 64), (70,)], ids=str)
-def test_kernel_is_told_all_of_it(kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA one kernel decodes: a double makes the same values of what it is given. number_formats.py runs it."""
-    planes = quantized(FORMATS[kind], torch.randn(math.prod(shape)), shape)
+def test_kernels_are_told_all_of_it(kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA kernels do it: doubles do the same with what they are given. number_formats.py has the real ones."""
+    values = torch.randn(math.prod(shape))
+    planes = quantized(FORMATS[kind], values, shape)
     expected = planes.values(math.prod(shape))
-    calls = []
-
-    def kernel(
-        grid: block_views.Grid,
-        payload: torch.Tensor,
-        *,
-        element: float_bits.ElementBits,
-        scales: torch.Tensor,
-        scale_bits: str,
-        amax: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        calls.append(scale_bits)
-        if scale_bits == "amax":
-            plane = (1 / (448 / amax)).view(1, 1)
-        elif scale_bits == "float32":
-            plane = scales.view(torch.float32).view(grid.num_blocks)
-        elif scale_bits == "e8m0":
-            plane = float_bits.decode_powers(scales).view(grid.num_blocks)
-        else:
-            plane = float_bits.E4M3.decode(scales.view(grid.num_blocks)) * (amax / 2688)
-        codes = float_bits.unpack_nibbles(payload)[: out.numel()] if element is float_bits.E2M1 else payload
-        block_views.decode_blocks(grid, codes, element=element, plane=plane, out=out)
-
-    monkeypatch.setattr(number_formats, "_has_kernel", lambda out: True)
-    monkeypatch.setattr(number_formats, "_run_kernel", kernel)
+    kernels = mock.Mock(
+        amax_bits=mock.Mock(side_effect=block_views.Grid.amax_bits),
+        quantize=mock.Mock(side_effect=_quantize),
+        dequantize=mock.Mock(side_effect=_dequantize),
+    )
+    monkeypatch.setattr(number_formats, "kernels_for", lambda tensor: kernels)
+    again = quantized(FORMATS[kind], values, shape)
+    assert torch.equal(again.payload, planes.payload) and torch.equal(again.scales, planes.scales)
     assert torch.equal(planes.values(math.prod(shape)), expected)
-    bits = {"tensor": "amax", "row": "float32", "block": "float32", "nvfp4": "e4m3"}.get(kind, "e8m0")
-    assert calls == [bits]
+    assert kernels.amax_bits.call_count == (kind in ("row", "block"))
+    assert kernels.quantize.call_count == kernels.dequantize.call_count == 1
+
+
+@pytest.mark.parametrize("kind", ["row", "nvfp4", "floor"])
+def test_kernels_are_told_of_noise(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = mock.Mock(amax_bits=block_views.Grid.amax_bits)
+    monkeypatch.setattr(number_formats, "kernels_for", lambda tensor: kernels)
+    quantized(replace(FORMATS[kind], rounding="stochastic", seed=3), torch.randn(64), (64,), start=64)
+    assert kernels.quantize.call_args.kwargs["source"] == block_views.Noise(seed=3, start=64)
+
+
+def test_hosts_have_no_kernels() -> None:
+    assert format_kernels.kernels_for(torch.ones(1)) is None
 
 
 class _Watch(TorchDispatchMode):

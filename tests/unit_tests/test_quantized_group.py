@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from megatron.core.distributed.fsdp.experimental import (
 from megatron.core.distributed.fsdp.experimental.allocator import default_allocator
 from megatron.core.distributed.fsdp.experimental.quantized_group import QuantizedGroup
 from tests.unit_tests.accounting import Cost
-from tests.unit_tests.launch import DEVICE, lasting_mesh, run_ranks
+from tests.unit_tests.launch import DEVICE, lasting_mesh, run_ranks, run_ranks_expecting
 from tests.unit_tests.oracle import Recipe, Run, assert_parity, run_reference, run_sharded
 from tests.unit_tests.trace import CollectiveLog
 
@@ -82,6 +83,16 @@ def _named(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+class Several(nn.Module):
+    """Matrices of one unit with gaps between them, of which every row has whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 7)
+        self.down = nn.Linear(32, 5, bias=False)
+        self.gate = nn.Linear(96, 3)
+
+
 class Wide(nn.Module):
     """Matrices of many sizes: rows of whole blocks and not, fewer rows than ranks, a convolution, and vectors."""
 
@@ -93,6 +104,7 @@ class Wide(nn.Module):
                     {"even": nn.Linear(64, 96), "odd": nn.Linear(41, 7), "row": nn.Linear(33, 1, bias=False)}
                 ),
                 nn.ModuleDict({"large": nn.Linear(130, 257), "conv": nn.Conv2d(3, 5, 3)}),
+                nn.ModuleDict({"several": Several()}),
             ]
         )
 
@@ -424,6 +436,8 @@ def _count_quantizations(strategy: str) -> list[int]:
         counted.append(0)
         optimizer.step()
         optimizer.zero_grad()
+    model(x).float().sum().backward()
+    counted.append(0)
     with torch.no_grad():
         model.layers[0].weight.mul_(2.0)
     model(x).float().sum().backward()
@@ -432,6 +446,136 @@ def _count_quantizations(strategy: str) -> list[int]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_weights_are_quantized_once_a_step_and_after_a_write(strategy: str) -> None:
+    """Three microbatches and an evaluation a step; afterwards one of the three units is written, on both ranks."""
     for counted in run_ranks(2, _count_quantizations, strategy):
-        assert sum(counted[:2]) <= 2 * DEPTH and counted[0] == counted[1]
-        assert counted[2] == counted[1]
+        assert counted == [DEPTH, DEPTH, DEPTH, 1]
+
+
+def _write_what_has_not_run(name: str, shares_mesh: bool) -> tuple[float, int]:
+    """Train one of two units, then write the other one through its local tensor, 1000 times as large; return how far
+    its compute weights are from that, and the gathers of magnitudes of one step.
+    """
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2)).to(DEVICE, torch.bfloat16)
+    mesh = lasting_mesh((2,)) if shares_mesh else None
+    units = [fully_shard(unit, mesh, mixed_precision_policy=policy_of(name)) for unit in model]
+    fully_shard(model, mesh, mixed_precision_policy=policy_of(name))
+    model.unshard()
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(4, 64, device=DEVICE, dtype=torch.bfloat16)
+    for _ in range(2):
+        with CollectiveLog() as log:
+            units[0](x).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        units[0](x)
+        units[1].weight.to_local().mul_(1000)
+    units[1].unshard()
+    wanted = units[1].weight.detach().float()
+    units[1].reshard()
+    expected = units[1].weight.full_tensor().float()
+    num_gathers = sum(entry[0] == "all_gather" and entry[1] == "torch.float32" for entry in log.entries)
+    return float((wanted - expected).norm() / expected.norm()), num_gathers
+
+
+@pytest.mark.parametrize("shares_mesh", [True, False])
+@pytest.mark.parametrize("name", NEAREST)
+def test_a_unit_that_has_not_run_is_quantized_by_its_own_magnitudes(name: str, shares_mesh: bool) -> None:
+    """Its magnitudes were asked for with the other unit's, before it was written."""
+    for error, num_gathers in run_ranks(2, _write_what_has_not_run, name, shares_mesh):
+        assert error < (0.2 if name == "nvfp4" else 0.05)
+        assert num_gathers == (name in SCALED_AS_A_WHOLE)
+
+
+def _other_default_dtype(name: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        _weights_of(name, "optim_grads_params", None, (2,), torch.bfloat16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", SCALED_AS_A_WHOLE)
+def test_magnitudes_are_float32_whatever_the_default_is(name: str) -> None:
+    run_ranks(2, _other_default_dtype, name)
+
+
+def _empty_matrices(name: str) -> None:
+    model = nn.Module()
+    model.empty = nn.Parameter(torch.zeros(4, 0, device=DEVICE))
+    model.none = nn.Parameter(torch.zeros(0, 4, device=DEVICE))
+    model.some = nn.Parameter(torch.randn(3, 5, device=DEVICE))
+    unit: Any = fully_shard(model, lasting_mesh((2,)), mixed_precision_policy=policy_of(name))
+    expected = quantized(name, unit.some.full_tensor())
+    unit.unshard()
+    assert torch.equal(unit.some.detach(), expected) and unit.empty.shape == (4, 0)
+    unit.reshard()
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_matrices_without_elements(name: str) -> None:
+    run_ranks(2, _empty_matrices, name)
+
+
+def _padded() -> None:
+    policy = policy_of("fp8-block")
+    with pytest.warns(
+        UserWarning, match=r"expected fewer bytes than in torch.bfloat16, got 2.00 times as many, since FP8"
+    ):
+        model = nn.Sequential(nn.Linear(256, 128, bias=False)).to(DEVICE, torch.bfloat16)
+        with fully_shard_context(DEVICE):
+            fully_shard(model, lasting_mesh((4,)), mixed_precision_policy=policy)
+
+
+def test_blocks_that_make_gathers_larger_are_warned_of() -> None:
+    """Four shards, of which one has the only block: four times the bytes of FP8."""
+    run_ranks(4, _padded)
+
+
+def _other_recipes() -> None:
+    keep = ("*",) if dist.get_rank() == 0 else ()
+    model = nn.Sequential(nn.Linear(32, 32)).to(DEVICE)
+    with fully_shard_context(DEVICE):
+        fully_shard(model, lasting_mesh((2,)), mixed_precision_policy=MixedPrecisionPolicy(fp8=Fp8Recipe(keep=keep)))
+
+
+def test_ranks_with_other_recipes_are_named() -> None:
+    """Also where one of them has nothing to quantize, which is an error by itself."""
+    for error in run_ranks_expecting(2, RuntimeError, _other_recipes):
+        assert "mixed_precision_policy" in error
+
+
+def _graphs_without_pool() -> None:
+    policy, placements = policy_of("mxfp8"), Placements.from_strategy("optim")
+    fully_shard(nn.Linear(32, 32).to(DEVICE), lasting_mesh((1,)), placements, policy, cuda_graph=True)
+
+
+def test_graphs_of_units_need_a_pool_where_weights_are_made_anew() -> None:
+    (error,) = run_ranks_expecting(1, ValueError, _graphs_without_pool)
+    assert "expected gathered weights at fixed addresses, got a context without a pool" in error
+
+
+def _calls_of_several(recipe: Any) -> list[int]:
+    """Return how often the format has quantized and dequantized when a unit of three matrices has been gathered."""
+    with fully_shard_context(DEVICE) as context:
+        unit: Any = fully_shard(Several().to(DEVICE), lasting_mesh((2,)), mixed_precision_policy=recipe)
+    (group,) = (group for group in context.parameter_groups() if isinstance(group, QuantizedGroup))
+    form = group.format
+    kind = type(form)
+    with (
+        mock.patch.object(kind, "quantize", autospec=True, side_effect=kind.quantize) as quantize,
+        mock.patch.object(kind, "dequantize", autospec=True, side_effect=kind.dequantize) as dequantize,
+    ):
+        unit.unshard()
+        unit.reshard()
+    return [quantize.call_count, dequantize.call_count]
+
+
+def test_matrices_that_are_one_vector_to_the_format_take_one_call() -> None:
+    """Their bits are those of single ones in any case (`test_shards_have_the_bits_of_the_whole`)."""
+    assert run_ranks(2, _calls_of_several, MixedPrecisionPolicy(mxfp8=True))[0] == [1, 1]
+    stochastic = MixedPrecisionPolicy(mxfp8=Mxfp8Recipe(rounding="stochastic"))
+    num_parts, num_calls = run_ranks(2, _calls_of_several, stochastic)[0]
+    assert num_parts >= 1 and num_calls == 1
+    assert run_ranks(2, _calls_of_several, MixedPrecisionPolicy(nvfp4=True))[0][1] == 3

@@ -59,7 +59,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_mesh import (
     whole_model_group,
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_overlap import OverlapDriver, refuse_shared_modules
-from megatron.core.distributed.fsdp.mcore_fsdp_v2_precision import keep_first_and_last
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_precision import LowBitUnits
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import (
     check_equal_shards,
     drop_spare_weights,
@@ -172,15 +172,17 @@ class FullyShardedDataParallel(_StockFullyShardedDataParallel):
         if shared:
             # A shared module may be inside a unit and have units inside: what contains another has more modules.
             inner_first.sort(key=lambda run: sum(1 for member in run for _ in member.modules()))
-        runs = list(units_with_experts(inner_first))
+        low_bits, runs = LowBitUnits(module, config), []
+        for run, has_experts in units_with_experts(inner_first):
+            of_run = of_experts if has_experts else options
+            of_run = keep_gathered(of_run) if run[0] in shared else of_run
+            runs.append((run, low_bits.options_of(run, of_run)))
+        low_bits.check(options, config.pipeline_model_parallel_size)
         check_shardable([unit for run, _ in runs for unit in run], options["mixed_precision_policy"])
         drop_spare_weights(module)
         set_apart(find_shared_weights(module, pg_collection))
         with fully_shard_context(self.device, **options_of_all) as context:
-            for run, has_experts in runs:
-                of_run = of_experts if has_experts else options
-                of_run = keep_gathered(of_run) if run[0] in shared else of_run
-                of_run = keep_first_and_last(run, of_run, config)
+            for run, of_run in runs:
                 unit = run[0] if len(run) == 1 else list(run)
                 fully_shard(unit, **of_run, register_hooks=not is_planned)
         self.fsdp_context: FsdpContext = context

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -22,6 +22,7 @@ from megatron.core.distributed.fsdp.experimental import (
     Mxfp8Recipe,
     Nvfp4Recipe,
 )
+from megatron.core.distributed.fsdp.mcore_fsdp_v2_units import default_classes
 
 QUANTIZED_GATHERS = {"fp8": Fp8Recipe, "mxfp8": Mxfp8Recipe, "nvfp4": Nvfp4Recipe}
 """Recipes by the names that `megatron_fsdp_quantized_gather` may have instead of one."""
@@ -71,31 +72,68 @@ def _recipe(ddp_config: _StockConfig) -> dict[str, Any]:
     return {recipe.name: recipe}
 
 
-def keep_first_and_last(run: Sequence[nn.Module], options: dict[str, Any], config: TransformerConfig) -> dict[str, Any]:
-    """Return what `fully_shard` is told of a unit: without low-bit weights where its layers are to stay as they are.
+class LowBitUnits:
+    """Which units of a chunk have low-bit weights.
 
     Args:
-        run: the unit's modules.
-        options: of units like it.
+        module: the chunk, before any of it is sharded.
         config: its `first_last_layers_bf16` and the numbers of layers beside it.
-
-    Raises:
-        ValueError: a unit of layers of both kinds.
     """
-    policy = options["mixed_precision_policy"]
-    if policy.recipe is None or not getattr(config, "first_last_layers_bf16", False):
-        return options
+
+    def __init__(self, module: nn.Module, config: TransformerConfig) -> None:
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._kept = set(_parameters_of_edges(module, config))
+        self._seen: set[int] = set()
+        self.num_quantized = 0
+
+    def options_of(self, run: Sequence[nn.Module], options: dict[str, Any]) -> dict[str, Any]:
+        """Return what `fully_shard` is told of a unit: without a recipe where all its weights stay as they are.
+
+        Args:
+            run: the unit's modules; inner units come before outer ones.
+            options: of units like it.
+
+        Raises:
+            ValueError: a unit of layers that are quantized and of layers that are not.
+        """
+        policy = options["mixed_precision_policy"]
+        parameters = {id(p): p for member in run for p in member.parameters() if id(p) not in self._seen}
+        self._seen |= parameters.keys()
+        if policy.recipe is None:
+            return options
+        matrices = {key for key, p in parameters.items() if p.ndim > 1 and not policy.recipe.keeps(self._names[key])}
+        if matrices & self._kept and matrices - self._kept:
+            raise ValueError(
+                "first_last_layers_bf16: expected units of layers that are quantized or of layers that are not, got "
+                "both in one unit. Drop --megatron-fsdp-min-unit-numel and disable_bucketing."
+            )
+        if matrices - self._kept:
+            self.num_quantized += 1
+            return options
+        return options | {"mixed_precision_policy": replace(policy, fp8=None, mxfp8=None, nvfp4=None)}
+
+    def check(self, options: dict[str, Any], num_stages: int) -> None:
+        """Refuse a recipe that no unit follows; a chunk of several stages may have kept layers only.
+
+        Raises:
+            ValueError: it is so.
+        """
+        recipe = options["mixed_precision_policy"].recipe
+        if recipe is not None and not self.num_quantized and num_stages == 1:
+            raise ValueError(
+                f"megatron_fsdp_quantized_gather {recipe.name}: expected layers with matrices that are quantized, got "
+                "none: all are kept. Drop --quantized-gather, or lower --num-layers-at-start-in-bf16."
+            )
+
+
+def _parameters_of_edges(module: nn.Module, config: TransformerConfig) -> Iterator[int]:
+    """Yield the ids of the parameters of the first and last layers, if these are kept; MTP's have other numbers."""
+    if not getattr(config, "first_last_layers_bf16", False):
+        return
     end = config.num_layers - config.num_layers_at_end_in_bf16
-    kept = {
-        not config.num_layers_at_start_in_bf16 < layer.layer_number <= end
-        for layer in run
-        if getattr(layer, "layer_number", None) is not None
-    }
-    if len(kept) > 1:
-        raise ValueError(
-            "first_last_layers_bf16: expected units of layers that are quantized or of layers that are not, got both "
-            "in one unit. Drop --megatron-fsdp-min-unit-numel."
-        )
-    if kept != {True}:
-        return options
-    return options | {"mixed_precision_policy": replace(policy, fp8=None, mxfp8=None, nvfp4=None)}
+    for name, child in module.named_modules():
+        is_layer = isinstance(child, default_classes()) and getattr(child, "layer_number", None) is not None
+        if is_layer and "mtp" not in name.split("."):
+            number: Any = child.layer_number
+            if not config.num_layers_at_start_in_bf16 < number <= end:
+                yield from map(id, child.parameters())

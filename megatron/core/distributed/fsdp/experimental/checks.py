@@ -133,7 +133,12 @@ def merge_schedule(policy: SchedulePolicy | None, reshard_after_forward: bool | 
 
 
 def check_cuda_graph(
-    modules: Sequence[nn.Module], placements: Placements, register_hooks: bool, *, has_pool: bool
+    modules: Sequence[nn.Module],
+    placements: Placements,
+    policy: MixedPrecisionPolicy,
+    register_hooks: bool,
+    *,
+    has_pool: bool,
 ) -> None:
     """Refuse graphs of what is no unit by itself, or has no weights at fixed addresses."""
     kind = type(modules[0]).__name__
@@ -153,10 +158,11 @@ def check_cuda_graph(
             f"fully_shard cuda_graph of {kind}: expected a module without units inside, got {inner[:3]}, whose gathers "
             "and reductions would be captured, too. Give cuda_graph to the units inside instead."
         )
-    if not has_pool and any(isinstance(at, Shard) for at in placements.parameter):
+    is_made_anew = policy.recipe is not None or any(isinstance(at, Shard) for at in placements.parameter)
+    if not has_pool and is_made_anew:
         raise ValueError(
             f"fully_shard cuda_graph of {kind}: expected gathered weights at fixed addresses, got a context without a "
-            "pool. Build it with fully_shard_context(trace_pool=True), or replicate the parameters."
+            "pool. Build it with fully_shard_context(trace_pool=True), or replicate the parameters, without a recipe."
         )
 
 

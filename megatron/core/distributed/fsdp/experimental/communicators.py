@@ -84,7 +84,7 @@ class Communicators:
         if not self.is_separate:
             return
         groups = [group for unit in units for group in unit.parameter_groups]
-        gathering = [group for group in groups if group.gathers]
+        gathering = [group for group in groups if gather_axes(group)]
         if not gathering or not any(group.requires_grad for group in groups):
             raise ValueError(
                 "fully_shard_context separate_communicators: expected units that shard their parameters, and some that "

@@ -153,20 +153,14 @@ def fully_shard(
     check_primary_unit(owned, schedule, register_hooks, cuda_graph)
     context, absorbed = _join_context(modules[0], mesh)
     if cuda_graph:
-        _prepare_graphs(modules, placements, context, register_hooks)
+        check_cuda_graph(modules, placements, policy, register_hooks, has_pool=context.pool is not None)
+        graphs_of(context)
     memory = _memory_options(context, schedule)
     options = GroupOptions(mesh, placements, policy, grad_divisor, gradient_reduction, **memory)
     _attach(modules, context, absorbed, owned, options, schedule, register_hooks)
     if cuda_graph:
         graph_forward(modules[0])
     return module
-
-
-def _prepare_graphs(
-    modules: Sequence[nn.Module], placements: Placements, context: FsdpContext, register_hooks: bool
-) -> None:
-    check_cuda_graph(modules, placements, register_hooks, has_pool=context.pool is not None)
-    graphs_of(context)
 
 
 def _memory_options(context: FsdpContext, schedule: SchedulePolicy) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class OwnedParameter:
 
     Attributes:
         fqn: its first name, relative to the unit, or to the module of it that has the parameter.
+        names: all of its names there.
         parameter: the original.
         places: ``module._parameters`` dicts and the names in them; several for a tied weight. A dict rather than its
             module, so that a unit and its group form no reference cycle.
@@ -46,6 +47,7 @@ class OwnedParameter:
     parameter: nn.Parameter
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     member: int = 0
+    names: list[str] = field(default_factory=list)
     is_embedding: bool = False
     primary: PrimaryWeight | None = None
 

@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
-"""The number formats of low-bit weights: FP8 in three scalings, MXFP8 and NVFP4, in plain torch; decoded by Triton.
+"""The number formats of low-bit weights: FP8 in three scalings, MXFP8 and NVFP4.
 
-They know no shards and communicate nothing; what a format must offer is said in `quantization.py`.
+What is said here in plain torch is done by one kernel where there is one (`format_kernels.py`). Formats know no shards
+and communicate nothing; what they must offer is said in `quantization.py`.
 
 [Note: values of formats]
 What holds for all of them:
@@ -22,8 +23,6 @@ The same bits on hosts and on CUDA, for any cut into whole atoms. Nothing waits 
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,12 +34,12 @@ from .float_bits import (
     E2M1,
     E4M3,
     FLOAT32_EXPONENT,
-    ElementBits,
     decode_powers,
     pack_nibbles,
     unpack_nibbles,
 )
 from .format_checks import check_choice, check_planes, check_rounding
+from .format_kernels import Kernels, kernels_for
 from .quantization import BlockGeometry, as_matrix
 
 _FP8_SCALINGS = ("tensor", "row", "block")
@@ -121,13 +120,19 @@ class Fp8Format:
         """Quantize a run of whole atoms; see `WeightFormat.quantize`."""
         check_planes(self, values, shape, payload, scales, amax)
         grid = self._grid(shape, values.numel())
-        bits = grid.amax_bits(values) if amax is None else _bits_of(amax)
+        kernels, source = kernels_for(values), _noise_of(self, start)
+        if amax is not None:
+            bits = _bits_of(amax)
+        else:
+            bits = grid.amax_bits(values) if kernels is None else kernels.amax_bits(grid, values)
         factors, plane = self._factors(bits)
         if amax is None:
             scales.view(torch.float32).copy_(plane.view(-1))
-        encode_blocks(
-            grid, values, scale=torch.mul, factors=factors, element=E4M3, codes=payload, source=_noise_of(self, start)
-        )
+        if kernels is not None:
+            scaling = {"scale_bits": "factors", "factors": factors, "amax": None, "scales": scales}
+            kernels.quantize(grid, values, element=E4M3, source=source, payload=payload, **scaling)
+            return
+        encode_blocks(grid, values, scale=torch.mul, factors=factors, element=E4M3, codes=payload, source=source)
 
     def dequantize(
         self,
@@ -141,9 +146,10 @@ class Fp8Format:
         """Make the values of a run of whole atoms; see `WeightFormat.dequantize`."""
         check_planes(self, out, shape, payload, scales, amax)
         grid = self._grid(shape, out.numel())
-        if _has_kernel(out):
+        kernels = kernels_for(out)
+        if kernels is not None:
             kind = "float32" if amax is None else "amax"
-            _run_kernel(grid, payload, element=E4M3, scales=scales, scale_bits=kind, amax=amax, out=out)
+            kernels.dequantize(grid, payload, element=E4M3, scales=scales, scale_bits=kind, amax=amax, out=out)
             return
         if amax is None:
             plane = scales.view(torch.float32).view(grid.num_blocks)
@@ -215,6 +221,11 @@ class Mxfp8Format:
         """Quantize a run of whole atoms; see `WeightFormat.quantize`."""
         check_planes(self, values, shape, payload, scales, amax)
         grid = self._grid(shape, values.numel())
+        kernels, source = self._kernels(grid, values), _noise_of(self, start)
+        if kernels is not None:
+            scaling = {"scale_bits": self.scale_rounding, "factors": None, "amax": None, "scales": scales}
+            kernels.quantize(grid, values, element=E4M3, source=source, payload=payload, **scaling)
+            return
         bits = grid.amax_bits(values)
         is_lost = bits >= FLOAT32_EXPONENT
         # The exponent's field is that of the power. A mantissa above 1.75, 448's, carries where nothing may saturate.
@@ -222,9 +233,7 @@ class Mxfp8Format:
         codes = ((bits + carry) >> 23).sub_(8).clamp_(0, 246)
         factors = ((254 - codes) << 23).masked_fill_(is_lost, 0).view(torch.float32)
         scales.copy_(codes.masked_fill_(is_lost, 255).view(-1))
-        encode_blocks(
-            grid, values, scale=torch.mul, factors=factors, element=E4M3, codes=payload, source=_noise_of(self, start)
-        )
+        encode_blocks(grid, values, scale=torch.mul, factors=factors, element=E4M3, codes=payload, source=source)
 
     def dequantize(
         self,
@@ -238,14 +247,19 @@ class Mxfp8Format:
         """Make the values of a run of whole atoms; see `WeightFormat.dequantize`."""
         check_planes(self, out, shape, payload, scales, amax)
         grid = self._grid(shape, out.numel())
-        if _has_kernel(out):
-            _run_kernel(grid, payload, element=E4M3, scales=scales, scale_bits="e8m0", amax=None, out=out)
+        kernels = self._kernels(grid, out)
+        if kernels is not None:
+            kernels.dequantize(grid, payload, element=E4M3, scales=scales, scale_bits="e8m0", amax=None, out=out)
             return
         plane = decode_powers(scales).view(grid.num_blocks)
         decode_blocks(grid, payload, element=E4M3, plane=plane, out=out)
 
     def _grid(self, shape: Sequence[int], numel: int) -> Grid:
         return _grid_of_runs(shape, numel, _MX_BLOCK)
+
+    def _kernels(self, grid: Grid, tensor: torch.Tensor) -> Kernels | None:
+        """Return the kernels for blocks of a row; they know no others."""
+        return kernels_for(tensor) if grid.block_rows == 1 else None
 
 
 @dataclass(frozen=True)
@@ -297,6 +311,11 @@ class Nvfp4Format:
         amax = check_planes(self, values, shape, payload, scales, amax)
         assert amax is not None
         grid = _grid_of_runs(shape, values.numel(), _NV_BLOCK)
+        kernels, source = kernels_for(values), _noise_of(self, start)
+        if kernels is not None:
+            scaling = {"scale_bits": "e4m3", "factors": None, "amax": amax, "scales": scales}
+            kernels.quantize(grid, values, element=E2M1, source=source, payload=payload, **scaling)
+            return
         bits = grid.amax_bits(values)
         tensor_bits = _bits_of(amax)
         tensor_scale = self._tensor_scale(tensor_bits)
@@ -309,9 +328,7 @@ class Nvfp4Format:
         divisors = (E4M3.decode(plane) * tensor_scale).masked_fill_(bits == 0, 1.0).masked_fill_(is_lost, math.inf)
         elements = payload.new_zeros(2 * payload.numel())
         codes = elements[: values.numel()]
-        encode_blocks(
-            grid, values, scale=torch.div, factors=divisors, element=E2M1, codes=codes, source=_noise_of(self, start)
-        )
+        encode_blocks(grid, values, scale=torch.div, factors=divisors, element=E2M1, codes=codes, source=source)
         pack_nibbles(elements, payload)
 
     def dequantize(
@@ -327,8 +344,9 @@ class Nvfp4Format:
         amax = check_planes(self, out, shape, payload, scales, amax)
         assert amax is not None
         grid = _grid_of_runs(shape, out.numel(), _NV_BLOCK)
-        if _has_kernel(out):
-            _run_kernel(grid, payload, element=E2M1, scales=scales, scale_bits="e4m3", amax=amax, out=out)
+        kernels = kernels_for(out)
+        if kernels is not None:
+            kernels.dequantize(grid, payload, element=E2M1, scales=scales, scale_bits="e4m3", amax=amax, out=out)
             return
         plane = E4M3.decode(scales.view(grid.num_blocks)) * self._tensor_scale(_bits_of(amax))
         decode_blocks(grid, unpack_nibbles(payload)[: out.numel()], element=E2M1, plane=plane, out=out)
@@ -370,29 +388,3 @@ def _bits_of(amax: torch.Tensor) -> torch.Tensor:
 
 def _noise_of(number_format: _Format, start: int) -> Noise | None:
     return None if number_format.rounding == "nearest" else Noise(number_format.seed, start)
-
-
-def _has_kernel(out: torch.Tensor) -> bool:
-    """Return whether one kernel can make these values: they are on CUDA, and Triton is there."""
-    return out.is_cuda and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _run_kernel(
-    grid: Grid,
-    payload: torch.Tensor,
-    *,
-    element: ElementBits,
-    scales: torch.Tensor,
-    scale_bits: str,
-    amax: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    # Triton is not needed on hosts, and not installed with torch there.
-    from .triton_dequantize import dequantize
-
-    dequantize(grid, payload, element=element, scales=scales, scale_bits=scale_bits, amax=amax, out=out)

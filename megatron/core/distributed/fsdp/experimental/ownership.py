@@ -6,11 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+import torch
 from torch import nn
 
 from .group_options import OwnedParameter
 from .module import FsdpModule
 from .recipes import QuantizationRecipe
+
+QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
+"""Compute dtypes of weights that may rest and travel in low bits."""
 
 
 def own_modules(module: nn.Module, future: Collection[nn.Module] = ()) -> Iterator[nn.Module]:
@@ -38,6 +42,7 @@ def owned_parameters(module: nn.Module, future: Collection[nn.Module] = ()) -> l
             fqn = f"{prefix}.{name}" if prefix else name
             entry = owned.setdefault(id(parameter), OwnedParameter(fqn, parameter))
             entry.places.append((owner._parameters, name))
+            entry.names.append(fqn)
             entry.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
     return list(owned.values())
 
@@ -52,6 +57,7 @@ def jointly_owned_parameters(modules: Sequence[nn.Module]) -> list[OwnedParamete
                 item.member = number
             else:
                 known.places += item.places
+                known.names += item.names
                 known.is_embedding |= item.is_embedding
     return list(owned.values())
 
@@ -82,8 +88,8 @@ def is_quantized(item: OwnedParameter, recipe: QuantizationRecipe | None) -> boo
     return (
         recipe is not None
         and item.primary is None
-        and parameter.is_floating_point()
+        and parameter.dtype in QUANTIZABLE
         and parameter.ndim >= 2
         and not item.is_embedding
-        and not recipe.keeps(item.fqn)
+        and not any(map(recipe.keeps, item.names))
     )

@@ -18,6 +18,7 @@ main weights.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -67,6 +68,17 @@ class QuantizedGroup(FsdpParameterGroup):
         atoms = [self.format.geometry(shape).atom for shape in shapes]
         return plan_layout(shapes, self._mesh.num_shards, atoms=atoms, alignment=self.format.alignment)
 
+    @property
+    def atoms(self) -> list[int]:
+        """Elements of each tensor that no shard may cut."""
+        return [self.format.geometry(slot.shape).atom for slot in self.layout.slots]
+
+    @property
+    def padded_share(self) -> float:
+        """Bytes of the gathered planes, over those of the weights in their compute dtype without padding."""
+        num_bytes = sum(plane.full.layout.global_numel for plane in self.plane_sets[0].planes)
+        return num_bytes / max(1, self.numel * self.full_weight.dtype.itemsize)
+
     def _make_weights(self, compute_dtype: torch.dtype) -> None:
         self.full_weight = self._buffer("full_weight", (Replicate(),) * self._mesh.ndim, compute_dtype, True)
         self._make_planes({"": self.format})
@@ -74,11 +86,13 @@ class QuantizedGroup(FsdpParameterGroup):
     def _make_planes(self, formats: Mapping[str, WeightFormat]) -> None:
         """Make planes of these formats; the keys are prefixes of their names."""
         placements = self.options.placements.parameter
-        self.amaxes = torch.zeros(len(self.layout.slots), device=self.options.device)
+        self.amaxes = torch.zeros(len(self.layout.slots), dtype=torch.float32, device=self.options.device)
         self.plane_sets = [
             WeightPlanes(form, self.main_weight, placements, self._buffer, prefix) for prefix, form in formats.items()
         ]
         self.model_weight = self.plane_sets[0].payload.resting
+        owned = [part.index for part in self.plane_sets[0].parts]
+        self._owned = torch.tensor(owned, dtype=torch.int64, device=self.options.device)
 
     @property
     def buffers(self) -> tuple[DBuffer, ...]:
@@ -97,7 +111,8 @@ class QuantizedGroup(FsdpParameterGroup):
 
     def _refresh_model_weight(self) -> None:
         """Quantize this rank's main weights and gather what it needs to keep of the others'."""
-        if self.format.needs_amax and not self.has_amaxes:
+        # What has been written through a lent tensor may have been written after another unit had asked for all.
+        if self.format.needs_amax and (not self.has_amaxes or self.lent.is_written):
             context = self.live_context()
             find_amaxes([self] if context is None else context.parameter_groups())
         with torch.no_grad():
@@ -128,7 +143,7 @@ class QuantizedGroup(FsdpParameterGroup):
         parts = self.plane_sets[0].parts
         if parts:
             norms = torch._foreach_norm([part.values for part in parts], float("inf"))
-            found[[part.index for part in parts]] = torch.stack(norms).to(found.dtype)
+            found.index_copy_(0, self._owned, torch.stack(norms).to(found.dtype))
         return found
 
 
@@ -158,6 +173,19 @@ def check_recipes(groups: Sequence[FsdpParameterGroup]) -> None:
             f"{[fqn for group in asked for fqn in group.fqns][:6]}, which stay as they are. Leave it out, or "
             "change the recipe's keep."
         )
+    _warn_of_padding([group for group in groups if isinstance(group, QuantizedGroup)])
+
+
+def _warn_of_padding(groups: Sequence[QuantizedGroup]) -> None:
+    """Say where more bytes travel than without a recipe, since large blocks leave gaps in small shards."""
+    worst, group = max(((group.padded_share, group) for group in groups), key=lambda pair: pair[0], default=(0.0, None))
+    if group is not None and worst > 1:
+        warnings.warn(
+            f"low-bit weights of {group.name}: expected fewer bytes than in {group.full_weight.dtype}, got "
+            f"{worst:.2f} times as many, since {group.format.name} keeps {max(group.atoms)} elements together in "
+            f"{group.layout.num_shards} shards. Use a recipe with smaller blocks, or larger units.",
+            stacklevel=2,
+        )
 
 
 def find_amaxes(groups: Iterable[FsdpParameterGroup]) -> None:
@@ -169,11 +197,11 @@ def find_amaxes(groups: Iterable[FsdpParameterGroup]) -> None:
     Args:
         groups: of one context.
     """
-    pending: dict[tuple[tuple[int, ...], int], list[QuantizedGroup]] = {}
+    pending: dict[tuple[str, ...], list[QuantizedGroup]] = {}
     for group in groups:
         if isinstance(group, QuantizedGroup) and group.format.needs_amax and group.is_stale and not group.lacks_values:
             mesh = group.main_weight.mesh
-            pending.setdefault((mesh.axes, id(mesh.device_mesh)), []).append(group)
+            pending.setdefault(tuple(mesh.group(axis).group_name for axis in mesh.axes), []).append(group)
     for alike in pending.values():
         report_access("amax", reads=[group.main_weight.name for group in alike])
         with torch.no_grad():

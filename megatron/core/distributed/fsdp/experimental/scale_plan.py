@@ -33,10 +33,12 @@ class ScalePlan:
     Attributes:
         shard_numel: scales in a shard of the plane.
         parts: per tensor, its run in each of its shards, by shard, in order.
+        ratio: elements that share a scale, where scales lie in proportion to them.
     """
 
     shard_numel: int
     parts: tuple[dict[int, Range], ...]
+    ratio: int | None = None
 
     def runs(self, index: int) -> list[Range]:
         """Return where the scales of a tensor lie in the gathered plane, neighbours joined."""
@@ -64,9 +66,10 @@ def _common_ratio(layout: GroupLayout, geometries: Sequence[BlockGeometry]) -> i
     """Return how many elements share a scale, if that is one number that all offsets are multiples of."""
     ratios = {
         geometry.atom // geometry.scales_per_atom if geometry.atom % geometry.scales_per_atom == 0 else 0
-        for geometry in geometries
+        for slot, geometry in zip(layout.slots, geometries, strict=True)
+        if slot.numel
     }
-    if len(ratios) > 1 or 0 in ratios:
+    if len(ratios) != 1 or 0 in ratios:
         return None
     (ratio,) = ratios
     if layout.shard_numel % ratio or any(slot.offset % ratio for slot in layout.slots):
@@ -88,7 +91,7 @@ def _proportional(layout: GroupLayout, geometries: Sequence[BlockGeometry], rati
         parts.append(
             {shard: whole.intersect(Range(shard * shard_numel, (shard + 1) * shard_numel)) for shard in shards}
         )
-    return ScalePlan(layout.shard_numel // ratio, tuple(parts))
+    return ScalePlan(layout.shard_numel // ratio, tuple(parts), ratio)
 
 
 def _dense(layout: GroupLayout, geometries: Sequence[BlockGeometry]) -> ScalePlan:

@@ -130,10 +130,10 @@ class FsdpContext(ContextMemory):
         if self._is_finalized:
             return
         self.name_units()
-        check_recipes(list(self.parameter_groups()))
         self.initialize_values()
         recorded = [unit for unit in self.forward_order if id(unit) in self._records]
         check_units([(unit, self._records[id(unit)]) for unit in recorded], self.device)
+        check_recipes(list(self.parameter_groups()))
         self.communicators.separate_gathers(self.units())
         make_subgroups(self.units(), self.communicators)
         agreement = Agreement([self._records[id(unit)] for unit in recorded], self.device)

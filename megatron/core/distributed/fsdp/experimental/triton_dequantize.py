@@ -75,7 +75,7 @@ def dequantize(
 
 
 @triton.jit
-def _e4m3(codes: tl.tensor) -> tl.tensor:
+def e4m3_values(codes: tl.tensor) -> tl.tensor:
     """Return the values of E4M3 bytes, uint8, as `ElementBits.decode` does."""
     bits = (codes.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4080
     bits = bits | ((bits + 0x80) & 0x4000)
@@ -83,7 +83,7 @@ def _e4m3(codes: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _e2m1(codes: tl.tensor) -> tl.tensor:
+def _e2m1_values(codes: tl.tensor) -> tl.tensor:
     """Return the values of E2M1 elements in the high bits of bytes, uint8."""
     bits = (codes.to(tl.int8, bitcast=True).to(tl.int16) << 5) & -0x7200
     return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
@@ -107,7 +107,7 @@ def _fp8_scale(amax: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _nvfp4_scale(amax: tl.tensor) -> tl.tensor:
+def nvfp4_scale(amax: tl.tensor) -> tl.tensor:
     """Return the scale of a tensor in NVFP4, as `Nvfp4Format` says; of what is not finite all blocks are NaN."""
     magnitude = (amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     return tl.maximum(tl.div_rn(magnitude, 2688.0), 1.1754943508222875e-38)
@@ -119,7 +119,7 @@ def _scale(bits: tl.tensor, amax: tl.tensor, SCALE_BITS: tl.constexpr) -> tl.ten
     if SCALE_BITS == "e8m0":
         return _e8m0(bits)
     elif SCALE_BITS == "e4m3":
-        return _e4m3(bits) * _nvfp4_scale(tl.load(amax))
+        return e4m3_values(bits) * nvfp4_scale(tl.load(amax))
     else:
         return bits
 
@@ -173,13 +173,13 @@ def _dequantize(
         scale = _scale(tl.load(scales + block, mask=has_scale, other=0), amax, SCALE_BITS)
 
     if IS_PAIR:
-        values = tl.join(_e2m1(codes << 4) * scale, _e2m1(codes & 0xF0) * scale)
+        values = tl.join(_e2m1_values(codes << 4) * scale, _e2m1_values(codes & 0xF0) * scale)
         values = tl.reshape(values, [TILE_ROWS, TILE_COLUMNS // 16, 16])
         column = (first_item + group) * 2 + tl.arange(0, 16)[None, None, :]
         index = row * columns + column
         is_inside = (row < rows) & (column < columns)
     elif IS_NIBBLE:
-        values = _e2m1(tl.where((index & 1) == 0, codes << 4, codes & 0xF0)) * scale
+        values = _e2m1_values(tl.where((index & 1) == 0, codes << 4, codes & 0xF0)) * scale
     else:
-        values = _e4m3(codes) * scale
+        values = e4m3_values(codes) * scale
     tl.store(out + index, values.to(out.dtype.element_ty), mask=is_inside)

@@ -18,7 +18,7 @@ from .dbuffer import DBuffer
 from .device import report_access
 from .layout import GroupLayout, TensorSlot
 from .placement import flatten
-from .quantization import WeightFormat
+from .quantization import BlockGeometry, WeightFormat
 from .scale_plan import ScalePlan, plan_scales
 
 
@@ -37,9 +37,19 @@ class Plane:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank quantizes of one tensor: views of its main weights and of its part of the planes at rest."""
+    """What one rank quantizes at once: views of its main weights and of its part of the planes at rest.
+
+    Attributes:
+        index: which tensor's; any where tensors are one vector.
+        shape: of the whole tensor, or of the vector.
+        start: which of its elements `values` begins with.
+        values: [n].
+        payload: of these.
+        scales: of these.
+    """
 
     index: int
+    shape: tuple[int, ...]
     start: int
     values: torch.Tensor
     payload: torch.Tensor
@@ -61,7 +71,9 @@ class WeightPlanes:
         payload: uint8, [local_numel / elements_per_byte] at rest.
         scales: uint8; None where the format has none.
         planes: payload, and scales if there are any.
-        parts: what this rank quantizes of each tensor of which it owns main weights.
+        parts: what this rank quantizes of each tensor of which it owns main weights, or at once.
+        is_vector: whether the tensors are one long vector to the format: their blocks are runs of as many elements with
+            a scale each, which lie in proportion to them, so that one call serves all.
     """
 
     def __init__(
@@ -88,7 +100,24 @@ class WeightPlanes:
                 f"{prefix}scales", GroupLayout(slots, layout.num_shards, shard_numel), placements, make
             )
         self.planes = [self.payload] if self.scales is None else [self.payload, self.scales]
-        self.parts = list(self._own_parts())
+        self.is_vector = self._forms_vector()
+        # Stochastic rounding goes by an element's index in its tensor.
+        is_nearest = getattr(form, "rounding", "nearest") == "nearest"
+        self.parts = [self._whole_part()] if self.is_vector and is_nearest else list(self._own_parts())
+
+    def _forms_vector(self) -> bool:
+        if self.format.needs_amax or self._scale_plan is None or self._scale_plan.ratio is None:
+            return False
+        ratio, numel = self._scale_plan.ratio, self._main.layout.global_numel
+        is_run = self.format.geometry((numel,)) == BlockGeometry(ratio, 1, numel // ratio)
+        # A last, shorter block would have elements of what lies behind it.
+        return is_run and all(slot.numel % ratio == 0 for slot in self._slots)
+
+    def _whole_part(self) -> Part:
+        placements, local = self._main.placements, self._main.local
+        assert self.scales is not None, "a vector has scales"
+        payload, scales = (plane.resting.own_part(placements) for plane in self.planes)
+        return Part(index=0, shape=tuple(local.shape), start=0, values=local, payload=payload, scales=scales)
 
     def _own_parts(self) -> Iterator[Part]:
         placements, layout = self._main.placements, self._main.layout
@@ -109,6 +138,7 @@ class WeightPlanes:
                 scales = plane[part.start * scale_bytes : part.stop * scale_bytes]
             yield Part(
                 index=index,
+                shape=slot.shape,
                 start=owned.start,
                 values=self._main.pieces[index].view(-1),
                 payload=payload[start : start + -(-owned.numel // per_byte)],
@@ -142,7 +172,7 @@ class WeightPlanes:
             for part in self.parts:
                 self.format.quantize(
                     values(part),
-                    self._slots[part.index].shape,
+                    part.shape,
                     part.payload,
                     part.scales,
                     amax=amax(part.index),
@@ -169,6 +199,10 @@ class WeightPlanes:
         """Make compute weights from the gathered planes."""
         report_access("dequantize", reads=[plane.full.name for plane in self.planes], writes=(out.name,))
         with torch.no_grad():
+            if self.is_vector and self.scales is not None:
+                planes = self.payload.full.local, self.scales.full.local
+                self.format.dequantize(*planes, tuple(out.local.shape), out.local)
+                return
             for index, slot in enumerate(self._slots):
                 if slot.numel:
                     self.format.dequantize(
