@@ -6,7 +6,8 @@
 
 A line for each check (ok, FAILED or not run), a table of training runs, and a summary; the exit status is 0 if nothing
 failed. It needs one GPU of compute capability 9.0 or newer, TransformerEngine, and megatron-core 0.19.2 for the runs.
-Without these it says so and runs nothing. tests/gpu/transformer_engine.sh installs TransformerEngine from files.
+Without these it says so and runs nothing. Training runs get ready side by side, and then train one after another; the
+table's seconds are those of a run's turn. tests/gpu/transformer_engine.sh installs TransformerEngine from files.
 """
 
 from __future__ import annotations
@@ -154,14 +155,12 @@ class Run:
 
     def finish(self) -> tuple[list[dict[str, float]], float, float] | str:
         """Let it go on; return its log, peak memory in MiB and gathered MB an iteration, or what went wrong."""
-        assert self._process.stdin is not None, "a pipe"
-        self._process.stdin.close()
         try:
-            status = self._process.wait(timeout=120)
+            self._process.communicate(b"go on", timeout=120)
         except subprocess.TimeoutExpired:
             return "no end after 120 s"
         errors = (self._folder / "err").read_text()
-        if status:
+        if self._process.returncode:
             lines = [line for line in errors.splitlines() if "Error" in line or "File" in line]
             return "\n".join(lines[-12:])[-2500:] or errors[-2000:]
         lines = (self._folder / "out").read_text().splitlines()
@@ -253,8 +252,9 @@ def _train_here(words: Sequence[str]) -> int:
     step, train_step = itertools.count(), training.train_step
 
     def waiting(state: training.TrainState) -> training.StepResult:
-        if next(step) == READY_AFTER:
-            sys.stdin.read()
+        # The end of the process that asks leaves nothing to read.
+        if next(step) == READY_AFTER and not sys.stdin.read():
+            sys.exit("expected to be told to go on, got the end of input")
         return train_step(state)
 
     training.train_step = waiting

@@ -116,11 +116,11 @@ class TransformerEngineGroup(QuantizedGroup):
             if scales is not None:
                 scales.follow(self._made, direction.scale_attribute)
         if self.kind.forward.scales is None:
-            for parameter, inverse in zip(self._made, torch.split(self.inverses, 1), strict=True):
-                setattr(parameter, self.kind.forward.scale_attribute, inverse)
+            for parameter, inverse in zip(self._made, self.inverses, strict=True):
+                setattr(parameter, self.kind.forward.scale_attribute, inverse.view(1))
         if self.kind.amax_attribute is not None:
-            for parameter, amax in zip(self._made, torch.split(self.amaxes, 1), strict=True):
-                setattr(parameter, self.kind.amax_attribute, amax)
+            for parameter, amax in zip(self._made, self.amaxes, strict=True):
+                setattr(parameter, self.kind.amax_attribute, amax.view(1))
         # Where weights are whole at rest, for good.
         for number, planes in enumerate(self.plane_sets):
             if number == 0 or not planes.payload.gathers:
