@@ -35,14 +35,16 @@ SHAPES = ((24, 40), (33, 7)) if IS_DRY else ((1024, 4096), (333, 77), (130, 257)
 def has_the_bits_of_the_host(recipe: dict[str, Any]) -> str:
     """Compute weights are the same as the host makes them from the same main weights, by the same units."""
     torch.manual_seed(0)
-    originals = [torch.randn(shape) * torch.logspace(-6, 6, shape[0])[:, None] for shape in SHAPES]
+    with torch.device("cpu"):
+        originals = [torch.randn(shape) * torch.logspace(-6, 6, shape[0])[:, None] for shape in SHAPES]
     policy = MixedPrecisionPolicy(**recipe)
     form: Any = policy.recipe
     model = nn.Module()
     for index, original in enumerate(originals):
         model.register_parameter(f"weight{index}", nn.Parameter(original.to(DEVICE)))
     model.to(torch.bfloat16)
-    expected = [_whole(form.format, parameter.detach().cpu()) for parameter in model.parameters()]
+    with torch.device("cpu"):
+        expected = [_whole(form.format, parameter.detach().cpu()) for parameter in model.parameters()]
     with fully_shard_context():
         unit = fully_shard(model, mixed_precision_policy=policy)
     unit.unshard()
