@@ -7,6 +7,7 @@ float32 sums in another order, as in test_parity.py.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,11 @@ LAYOUTS = {
 }
 
 
+def near(name: str, values: list[float]) -> Any:
+    """Return what equals values up to the order of sums, by which an element in thousands may cancel to zero or not."""
+    return pytest.approx(values, rel=TOLERANCE, abs=2 if name == "num_zeros" else None)
+
+
 def run_of(layout: str, *flags: str) -> Run:
     return launch_once((*flags, *MODEL.split(), *LAYOUTS[layout].split()), 2)
 
@@ -58,7 +64,7 @@ def run_of(layout: str, *flags: str) -> Run:
 def test_losses_and_norms_are_those_of_ddp(layout: str, strategy: str) -> None:
     expected, found = run_of(layout), run_of(layout, V2, "--data-parallel-sharding-strategy", strategy)
     for name in NAMES:
-        assert found.series(name) == pytest.approx(expected.series(name), rel=TOLERANCE), name
+        assert found.series(name) == near(name, expected.series(name)), name
         assert len(found.series(name)) == NUM_ITERATIONS
 
 
@@ -86,7 +92,7 @@ def test_a_run_goes_on_from_a_checkpoint(saves: str, tmp_path: Path) -> None:
     resumed = launch_forked((V2, *words, "--load", str(tmp_path), "--no-load-rng"), 1 if saves == "v2" else 2)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     for name in NAMES:
-        assert resumed.series(name) == pytest.approx(whole.series(name)[2:], rel=TOLERANCE), name
+        assert resumed.series(name) == near(name, whole.series(name)[2:]), name
 
 
 def _without_dropout(*flags: str) -> tuple[str, ...]:
@@ -107,7 +113,7 @@ def test_a_run_of_one_rank_goes_on_in_stages(one_rank: tuple[Run, Path], layout:
     flags = (*_without_dropout(*layout.split()), "--load", str(folder), "--ckpt-step", "2", "--no-load-rng")
     found = launch_once((V2, *flags), 2)
     for name in NAMES:
-        assert found.series(name) == pytest.approx(whole.series(name)[2:], rel=TOLERANCE), name
+        assert found.series(name) == near(name, whole.series(name)[2:]), name
 
 
 def test_weights_and_moments_move_to_stages_and_back_bit_for_bit(one_rank: tuple[Run, Path], tmp_path: Path) -> None:
@@ -132,4 +138,4 @@ def test_stages_of_ddp_are_read_by_stages_and_by_one_rank(tmp_path: Path) -> Non
     for num_ranks, words in ((2, flags), (1, _without_dropout())):
         found = launch_once((V2, *words, *load), num_ranks)
         for name in NAMES:
-            assert found.series(name) == pytest.approx(ddp.series(name)[2:], rel=TOLERANCE), name
+            assert found.series(name) == near(name, ddp.series(name)[2:]), name
