@@ -103,9 +103,12 @@ class LowBitUnits:
             return options
         matrices = {key for key, p in parameters.items() if p.ndim > 1 and not policy.recipe.keeps(self._names[key])}
         if matrices & self._kept and matrices - self._kept:
+            kept = min(self._names[key] for key in matrices & self._kept)
+            others = min(self._names[key] for key in matrices - self._kept)
             raise ValueError(
                 "first_last_layers_bf16: expected units of layers that are quantized or of layers that are not, got "
-                "both in one unit. Drop --megatron-fsdp-min-unit-numel and disable_bucketing."
+                f"both in one unit: {kept} is kept and {others} is not. Drop --megatron-fsdp-min-unit-numel and "
+                "disable_bucketing."
             )
         if matrices - self._kept:
             self.num_quantized += 1
