@@ -90,7 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "initial_values": {"dtensor", "parameter_group"},
     "unit": {"device", "parameter_group", "indexed_order", "policy"},
-    "communicators": {"parameter_group", "placement", "unit"},
+    "communicators": {"collectives", "parameter_group", "placement", "unit"},
     "secondary_shard": {
         "backward_task",
         "collectives",
@@ -215,6 +215,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "graph_state": set(),
     "graph": {"graph_device", "graph_state", "graphed_forward", "module"},
     "optimizer": {"compiling", "parameter_group", "dtensor", "elementwise", "full_values", "local_step"},
+    "newton_schulz": set(),
+    "matrix_blocks": set(),
+    "matrix_plan": set(),
+    "matrix_pipeline": {"collectives", "device", "matrix_plan"},
+    "matrix_rule": set(),
+    "matrix_work": {"dtensor", "matrix_blocks", "matrix_pipeline", "matrix_plan", "matrix_rule", "shard_mesh"},
+    "matrix_optimizer": {"compiling", "dtensor", "matrix_blocks", "matrix_rule", "matrix_work"},
+    "matrix_choice": set(),
+    "muon": {"matrix_choice", "matrix_optimizer", "matrix_rule", "newton_schulz", "optimizer"},
 }
 COMMUNICATION = {
     "all_gather",
@@ -224,6 +233,7 @@ COMMUNICATION = {
     "all_reduce",
     "all_to_all_single",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
     "reduce_scatter_single",

@@ -14,7 +14,10 @@ from .fully_shard import fully_shard, fully_shard_context
 from .graph import CapturedIteration, capture_iteration
 from .hooks import register_fsdp_forward_method
 from .lockstep import check_ranks
+from .matrix_optimizer import MatrixOptimizer
+from .matrix_rule import MatrixRule
 from .module import FsdpModule
+from .muon import Muon, MuonRule, fully_shard_muon
 from .norms import GradientStatistics, clip_grad_norm_, clip_grads_with_norm_, grad_norm
 from .optimizer import fully_shard_optimizer
 from .placement import Flat
@@ -37,7 +40,11 @@ __all__ = [
     "FsdpModule",
     "GradientStatistics",
     "LoadReport",
+    "MatrixOptimizer",
+    "MatrixRule",
     "MixedPrecisionPolicy",
+    "Muon",
+    "MuonRule",
     "Mxfp8Recipe",
     "Nvfp4Recipe",
     "Placements",
@@ -50,6 +57,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "fully_shard",
     "fully_shard_context",
+    "fully_shard_muon",
     "fully_shard_optimizer",
     "gather_full",
     "grad_norm",

@@ -11,7 +11,7 @@ Every call is told `what` it communicates, a unit's buffer as a rule, for errors
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -62,6 +62,8 @@ class CallCheck(Protocol):
 
 
 _check: CallCheck | None = None
+_NOTHING = torch.empty(0, device="cpu")
+"""What ranks that exchange different tensors show to a `CallCheck`."""
 
 
 def set_call_check(check: CallCheck | None) -> CallCheck | None:
@@ -151,6 +153,52 @@ def all_reduce(tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGr
         _wait(group.allreduce([tensor], options))
     except RuntimeError as error:
         raise _explain(error, "all_reduce", what, group) from error
+
+
+def exchange(
+    sends: Sequence[tuple[torch.Tensor, int]],
+    receives: Sequence[tuple[torch.Tensor, int]],
+    group: dist.ProcessGroup,
+    *,
+    what: str,
+) -> None:
+    """Send tensors to other ranks and receive from others, all in one batch.
+
+    Every rank of `group` must call it, those with nothing to send or receive, too. Between two ranks tensors arrive in
+    the order in which they are listed.
+
+    Args:
+        sends: contiguous tensors, each with the global rank that it goes to.
+        receives: contiguous tensors, overwritten, each with the global rank that it comes from.
+        group: the ranks that take part.
+        what: names what travels, in errors.
+
+    Raises:
+        RuntimeError: see `all_gather`.
+    """
+    sample = next((tensor for tensor, _ in (*sends, *receives)), None)
+    if sample is not None:
+        report_collective("exchange", sample.dtype, sum(tensor.numel() for tensor, _ in sends), group.size())
+    if _check is not None:
+        _check.before("exchange", what, _NOTHING, group)
+    operations = [*_numbered(dist.isend, sends, group), *_numbered(dist.irecv, receives, group)]
+    if not operations:
+        return
+    try:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+    except RuntimeError as error:
+        raise _explain(error, "exchange", what, group) from error
+
+
+def _numbered(
+    function: Any, messages: Sequence[tuple[torch.Tensor, int]], group: dist.ProcessGroup
+) -> Iterator[dist.P2POp]:
+    """Yield the operations of a batch, tagged by their number among those with the same rank."""
+    numbers: dict[int, int] = {}
+    for tensor, peer in messages:
+        tag = numbers[peer] = numbers.get(peer, -1) + 1
+        yield dist.P2POp(function, tensor, peer, group, tag)
 
 
 def all_gather_uneven(

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups that a context makes beside those of its meshes, over the same ranks or runs of them.
 
-It makes groups and hands them out; it sends nothing.
+It makes groups and hands them out; it sends nothing but what establishes them.
 
 [Note: one communicator, one order]
 NCCL runs the operations of one communicator in the order in which they were issued, whatever their streams: the
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import collectives
 from .parameter_group import FsdpParameterGroup
 from .placement import Flat
 from .unit import Unit
@@ -69,6 +70,35 @@ class Communicators:
         if key not in self._groups:
             _check_ranks(rows)
             self._groups[key] = _make_group(rows, mesh.get_group(axis), torch.device(mesh.device_type))
+        return self._groups[key]
+
+    def over(self, ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+        """Return a group of ranks that no single axis of a mesh holds; these ranks must call it, and no others need to.
+
+        Args:
+            ranks: global ranks, this one among them.
+            like: a group with the backend to use.
+            device: where this rank's tensors lie.
+        """
+        key = (tuple(sorted(ranks)),)
+        if key not in self._groups:
+            group = dist.group.WORLD
+            assert group is not None
+            # A group that others need not make cannot be split off communicators that were made eagerly: those of
+            # all ranks exist then.
+            if len(ranks) < dist.get_world_size() and group.bound_device_id is None:
+                options: Any = like._get_backend(device).options
+                group = dist.new_group(
+                    sorted(ranks),
+                    timeout=options._timeout,
+                    backend=dist.get_backend(like),
+                    use_local_synchronization=True,
+                    group_desc="fsdp_exchange",
+                )
+            if group.bound_device_id is None:
+                # A batch in which some ranks take no part may not be the first thing that a group does.
+                collectives.all_reduce(torch.zeros(1, device=device), "sum", group, what="first use of a process group")
+            self._groups[key] = group
         return self._groups[key]
 
     def separate_gathers(self, units: Iterable[Unit]) -> None:

@@ -55,6 +55,7 @@ class LocalStep:
         self._sharded: list[list[Any]] = []
         self._local: list[list[Any]] = []
         self._lent: list[tuple[Any, Any, torch.dtype]] = []
+        self._sharded_of: dict[int, Any] = {}
         self._state: _Snapshot | None = None
         self._local_state: Any = defaultdict(dict)
 
@@ -70,11 +71,12 @@ class LocalStep:
         groups = self._find_groups(optimizer)
         known = {id(parameter): local for parameter, local, _ in self._lent}
         self._sharded = [list(params) for params in sharded]
-        self._local, self._lent, self._state = [], [], None
+        self._local, self._lent, self._state, self._sharded_of = [], [], None, {}
         indices: dict[int, set[int]] = {id(group): set() for group in groups}
         for params in self._sharded:
             lent = [known.get(id(parameter), parameter._local_tensor.detach()) for parameter in params]
             self._lent += [(parameter, local, local.dtype) for parameter, local in zip(params, lent, strict=True)]
+            self._sharded_of |= {id(local): parameter for parameter, local in zip(params, lent, strict=True)}
             self._local.append(sorted(lent, key=lambda local: local.numel() > 0) if self._empty_first else lent)
             for parameter in params:
                 indices[id(parameter._fsdp_group())].add(parameter.geometry.index)
@@ -84,6 +86,10 @@ class LocalStep:
             (group, None if len(mine := indices[id(group)]) == len(group.sharded_parameters) else sorted(mine))
             for group in groups
         ]
+
+    def sharded_of(self, local: torch.Tensor) -> Any:
+        """Return the sharded parameter whose local tensor is lent."""
+        return self._sharded_of[id(local)]
 
     def follow_zero_grad(self, optimizer: Any) -> None:
         """Forget what waits for a reduction of the optimizer's own parameters; free gradients if all are gone."""

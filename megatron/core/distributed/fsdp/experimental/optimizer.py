@@ -55,7 +55,8 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
     _check_optimizer(optimizer, precision_aware)
     cls = type(optimizer)
     # TransformerEngine's kernels (issue 3207) update nothing of a list that ends with a tensor without elements.
-    lender = LocalStep(_validated_groups, precision_aware, empty_first=_is_fused(cls))
+    fused = _is_fused(cls) or _is_fused(type(getattr(optimizer, "rest", None)))
+    lender = LocalStep(_validated_groups, precision_aware, empty_first=fused)
     lender.match(optimizer)
     if cls not in _adapted_classes:
         _adapted_classes[cls] = type(f"Fsdp{cls.__name__}", (_FsdpOptimizer, cls), {"step": _make_step(cls)})
@@ -77,10 +78,12 @@ def _check_optimizer(optimizer: Any, precision_aware: bool) -> None:
     if isinstance(optimizer, _FsdpOptimizer):
         raise RuntimeError(f"fully_shard_optimizer: expected an optimizer that is not adapted yet, got {kind}.")
     names = [cls.__name__ for cls in type(optimizer).__mro__]
-    if refused := [name for name in names if any(word in name.lower() for word in _NOT_ELEMENTWISE)]:
+    refused = [name for name in names if any(word in name.lower() for word in _NOT_ELEMENTWISE)]
+    if refused and not _steps_shards(type(optimizer)):
         raise ValueError(
             f"fully_shard_optimizer: expected an element-wise optimizer such as AdamW or SGD, got {kind}. "
-            f"{refused[0]} needs whole tensors or a closure, which local shards cannot give it."
+            f"{refused[0]} needs whole tensors or a closure, which local shards cannot give it. For Muon use "
+            "fully_shard_muon."
         )
     if "step" in vars(optimizer):
         raise RuntimeError(
@@ -176,8 +179,13 @@ def _make_step(cls: Any) -> Any:
 
 def _guard(cls: type, shapes: Callable[[], dict[int, Any]]) -> AbstractContextManager[Any]:
     """Return what holds an optimizer of unknown making to element-wise rules; it costs host time in every operation."""
-    is_known = _is_fused(cls) or cls.__module__.startswith("torch.optim.")
+    is_known = _is_fused(cls) or _steps_shards(cls) or cls.__module__.startswith("torch.optim.")
     return nullcontext() if is_known else ElementwiseOnly(cls.__name__, shapes())
+
+
+def _steps_shards(cls: type) -> bool:
+    """Return whether an optimizer knows how the shards that it is lent are cut; see `MatrixOptimizer`."""
+    return bool(getattr(cls, "steps_shards", False))
 
 
 def _is_fused(cls: type) -> bool:

@@ -1,0 +1,209 @@
+# Copyright (c) 2026 The Megatron-FSDP v2 developers.
+# SPDX-License-Identifier: Apache-2.0
+"""`MatrixOptimizer`: a torch optimizer whose rule looks at whole matrices, of which each rank may hold a part.
+
+What the rule computes is a `MatrixRule`'s, which rank computes it matrix_plan.py's, how matrices travel
+matrix_pipeline.py's. Parameters that are no matrices are another, element-wise optimizer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .compiling import untraced
+from .dtensor import FsdpDTensor
+from .matrix_blocks import JoinedPieces, MatrixBlock, blocks_of
+from .matrix_rule import MOMENTUM, MatrixRule, require
+from .matrix_work import Entry, MatrixWork, make_works
+
+PACKAGE_BYTES = 256 << 20
+"""Default bound on what an owner has of one package, unless a single matrix has more."""
+
+
+class MatrixOptimizer(Optimizer):
+    """Steps matrices by a rule that needs all of each one, and all other parameters by an element-wise optimizer.
+
+    With sharded parameters it has to be adapted by `fully_shard_optimizer`; each matrix is then computed by one rank,
+    see [Note: owners] in matrix_plan.py. Plain parameters are stepped as they are. Gradients are alike on all ranks in
+    which are None, as those of units are.
+
+    Args:
+        params: matrices, or param_groups of them. A group's ``is_stack`` says that dim 0 of its parameters counts
+            matrices; its ``parts`` are the rows of the matrices that are fused in each parameter, repeated as often as
+            they fit; ``joins_pieces`` says that a matrix cut by tensor parallelism is computed with as a whole.
+            Convolutions with more than two dims count all but the first as columns.
+        rule: what is computed.
+        lr: learning rate.
+        weight_decay: share of the weights, times the learning rate, that each step subtracts.
+        decoupled_weight_decay: otherwise `weight_decay` times the weights is added to the gradients.
+        rest: an element-wise optimizer, whose param_groups and state become this one's, too; it is stepped here.
+        package_bytes: bound on the matrices that travel to one owner at a time, see [Note: packages].
+        settings: further defaults of param_groups, which the rule knows.
+
+    Attributes:
+        rule: as given.
+        rest: as given.
+
+    Raises:
+        ValueError: settings without a meaning, parameters that hold no matrices, or the same ones as `rest` has.
+    """
+
+    steps_shards = True
+    """Tells `fully_shard_optimizer` that the step knows how the shards that it is lent are cut."""
+
+    def __init__(
+        self,
+        params: Any,
+        rule: MatrixRule,
+        *,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = True,
+        rest: Optimizer | None = None,
+        package_bytes: int = PACKAGE_BYTES,
+        **settings: Any,
+    ) -> None:
+        self.rule = rule
+        self.rest = rest
+        self._package_bytes = package_bytes
+        self._works: list[MatrixWork] = []
+        self._known: list[Any] = []
+        defaults = rule.defaults()
+        if unknown := sorted(settings.keys() - defaults.keys()):
+            raise ValueError(f"{rule.name}: expected settings among {sorted(defaults)}, got {unknown}. Drop them.")
+        if not isinstance(package_bytes, int) or package_bytes < 1:
+            raise ValueError(f"{rule.name} package_bytes: expected an int >= 1, got {package_bytes!r}.")
+        defaults |= {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "is_stack": False,
+            "parts": (),
+            "joins_pieces": False,
+            **settings,
+        }
+        super().__init__(params, defaults)
+        if rest is not None:
+            self._take_rest(rest)
+
+    def _take_rest(self, rest: Optimizer) -> None:
+        mine = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        for group in rest.param_groups:
+            if shared := [tuple(p.shape) for p in group["params"] if id(p) in mine]:
+                raise ValueError(
+                    f"{self.rule.name} rest: expected other parameters than the matrices, got some of shapes "
+                    f"{shared[:3]} in both. Give each parameter to one of the two."
+                )
+            group["algorithm"] = type(rest).__name__
+        self.state.update(rest.state)
+        self.param_groups.extend(rest.param_groups)
+        rest.state = self.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add matrices.
+
+        Raises:
+            ValueError: settings without a meaning, or parameters that hold no matrices; nothing is added then.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            found = group.setdefault("algorithm", self.rule.name)
+            require(found == self.rule.name, self.rule.name, "algorithm", repr(self.rule.name), found)
+            require(group["weight_decay"] >= 0, self.rule.name, "weight_decay", ">= 0", group["weight_decay"])
+            is_rate = isinstance(group["lr"], torch.Tensor) or group["lr"] >= 0
+            require(is_rate, self.rule.name, "lr", ">= 0", group["lr"])
+            self.rule.check(group)
+            for index, parameter in enumerate(group["params"]):
+                _blocks(parameter, group, f"parameter {index} of param_groups[{len(self.param_groups) - 1}]")
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take state and param_groups that were loaded; `rest` shares them."""
+        super().__setstate__(state)
+        self._known = []
+        for group in self.matrix_groups:
+            for parameter in group["params"]:
+                values = self.state.get(parameter, {})
+                if MOMENTUM in values:  # torch's load has cast it to the dtype of the weights
+                    values[MOMENTUM] = values[MOMENTUM].to(group["momentum_dtype"])
+        if self.rest is not None:
+            groups = [group for group in self.param_groups if group["algorithm"] != self.rule.name]
+            self.rest.__setstate__({"state": self.state, "param_groups": groups})
+
+    @property
+    def matrix_groups(self) -> list[dict[str, Any]]:
+        """The param_groups that the rule steps."""
+        return [group for group in self.param_groups if group["algorithm"] == self.rule.name]
+
+    @untraced
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step every parameter that has a gradient; with sharded parameters every rank must call it.
+
+        Raises:
+            ValueError: a closure.
+            RuntimeError: sharded parameters, and nobody has adapted the optimizer.
+        """
+        if closure is not None:
+            raise ValueError(
+                f"{type(self).__name__}.step: expected no closure, got one. Compute the loss before the step."
+            )
+        for work in self._current_works():
+            work.run(self.state)
+        if self.rest is not None:
+            self.rest.state = self.state
+            self.rest.step()
+
+    @property
+    def works(self) -> Sequence[MatrixWork]:
+        """What the last step has computed, by mesh and dtypes: plans, and the bytes of their buffers."""
+        return self._works
+
+    def _current_works(self) -> list[MatrixWork]:
+        parameters = [parameter for group in self.matrix_groups for parameter in group["params"]]
+        if len(parameters) != len(self._known) or any(map(_differ, parameters, self._known)):
+            self._works = make_works(self._entries(), self.rule, self._package_bytes)
+            self._known = parameters
+        return self._works
+
+    def _entries(self) -> Iterable[Entry]:
+        lender = getattr(self, "_fsdp_step", None)
+        for group in self.matrix_groups:
+            for index, parameter in enumerate(group["params"]):
+                if isinstance(parameter, FsdpDTensor):
+                    raise RuntimeError(
+                        f"{type(self).__name__}.step: expected an optimizer that is adapted to sharded parameters, got "
+                        f"one of {parameter.geometry.fqn}. Call fully_shard_optimizer first."
+                    )
+                sharded = parameter if lender is None else lender.sharded_of(parameter)
+                geometry = getattr(sharded, "geometry", None)
+                name = f"parameter {index}" if geometry is None else geometry.fqn
+                joined, blocks = _blocks(sharded, group, name)
+                yield Entry(name, parameter, group, sharded if geometry is not None else None, joined, tuple(blocks))
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not other
+
+
+def _blocks(parameter: Any, group: Mapping[str, Any], name: str) -> tuple[JoinedPieces, list[MatrixBlock]]:
+    """Return how pieces make a parameter, and its blocks, or those of each piece."""
+    geometry = getattr(parameter, "geometry", None)
+    cut = None if geometry is None else geometry.model_cut
+    joined = JoinedPieces()
+    if group["joins_pieces"] and cut is not None:
+        joined = JoinedPieces(cut.size, cut.dim, cut.stride)
+    shape = parameter.shape if geometry is None else geometry.piece_shape
+    name = name if geometry is None else geometry.fqn
+    if joined.size > 1 and (len(shape) > 2 or group["is_stack"]):
+        raise ValueError(
+            f"joins_pieces of {name}: expected 2-D parameters, got shape {tuple(shape)}. Set joins_pieces=False there."
+        )
+    return joined, blocks_of(shape, is_stack=group["is_stack"], parts=group["parts"], joined=joined, name=name)
