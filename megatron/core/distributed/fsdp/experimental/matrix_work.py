@@ -253,7 +253,11 @@ def make_works(entries: Iterable[Entry], rule: MatrixRule, package_bytes: int) -
     by_mesh: dict[Any, list[Entry]] = {}
     for entry in entries:
         mesh = None if entry.sharded is None else entry.sharded.geometry.mesh
-        where = entry.local.device if mesh is None else (id(mesh.device_mesh), mesh.axes, mesh.ndim)
+        where = (
+            entry.local.device
+            if mesh is None
+            else (tuple(mesh.device_mesh.mesh.flatten().tolist()), mesh.device_mesh.mesh.shape, mesh.axes, mesh.ndim)
+        )
         travel = rule.travel_dtype(entry.group)
         key = (where, entry.joined.size > 1, travel, rule.result_dtype(entry.group))
         by_mesh.setdefault(key, []).append(entry)
