@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dtensor": {"chunks", "geometry", "layout", "model_cut", "operations", "scalars", "shard_mesh"},
     "full_values": {"dtensor"},
     "waiting": {"compiling", "dtensor", "geometry", "operations"},
-    "group_options": {"allocator", "model_cut", "policy", "te_weights"},
+    "group_options": {"allocator", "layout", "model_cut", "policy", "te_weights"},
     "dbuffer": {"placement", "layout", "collectives", "allocator", "device", "shard_mesh"},
     "fused_gradients": {"dbuffer", "device"},
     "gradient_buffers": {"dbuffer", "group_options", "placement"},

@@ -264,3 +264,46 @@ def _static_gradients() -> None:
 
 def test_static_gradients_keep_their_addresses() -> None:
     run_ranks(2, _static_gradients)
+
+
+def _whole_tensors(recipe: Recipe) -> tuple[Run, list[tuple[int, int]]]:
+    """Train, and return how many elements of each parameter this rank holds, and how many there are."""
+    held: list[tuple[int, int]] = []
+
+    def note(module: nn.Module) -> None:
+        held.extend((p._local_tensor.numel(), p.numel()) for p in module.parameters())  # type: ignore[attr-defined]
+
+    run = run_sharded(recipe)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
+    assert recipe.mesh is not None
+    fully_shard(model, lasting_mesh(recipe.mesh), **recipe.shard)
+    note(model)
+    return run, held
+
+
+@pytest.mark.parametrize(
+    ("strategy", "outer", "shape"),
+    [("optim", None, (2,)), ("optim_grads_params", None, (3,)), ("optim_grads_params", "optim", (2, 2))],
+    ids=_named,
+)
+def test_whole_tensors_in_shards_equal_one_process(strategy: str, outer: str | None, shape: tuple[int, ...]) -> None:
+    placements = Placements.from_strategy(strategy, outer=outer, tensor_atomic=True)
+    recipe = Recipe(mesh=shape, shard={"placements": placements})
+    answers = run_ranks(_world_size(shape), _whole_tensors, recipe)
+    for run, _ in answers:
+        assert_parity(run, run_reference(recipe, _world_size(shape)), rtol=PRECISION, atol=PRECISION)
+    for of_one in zip(*(held for _, held in answers), strict=True):
+        total = of_one[0][1]
+        assert sorted(local for local, _ in of_one) == [0] * (_world_size(shape) - 1) + [total]
+
+
+def test_whole_tensors_in_low_bits_are_refused() -> None:
+    for message in run_ranks(2, _low_bits_in_whole_tensors):
+        assert message.startswith("Placements.tensor_atomic: expected False for weights in low bits")
+
+
+def _low_bits_in_whole_tensors() -> str:
+    placements = Placements.from_strategy("optim", tensor_atomic=True)
+    with pytest.raises(NotImplementedError) as raised:
+        fully_shard(nn.Linear(32, 32), None, placements, MixedPrecisionPolicy(fp8=True))
+    return str(raised.value)

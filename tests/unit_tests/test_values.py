@@ -82,6 +82,8 @@ def test_bad_placements() -> None:
         Placements(("dp",), (SHARD,), (Shard(1),), (SHARD,))
     with pytest.raises(ValueError, match=r"Placements\.optimizer"):
         Placements(("dp",), (SHARD,), (SHARD,), (SHARD, SHARD))
+    with pytest.raises(ValueError, match=r"Placements.tensor_atomic: expected an axis that shards the optimizer"):
+        Placements.from_strategy("no_shard", tensor_atomic=True)
 
 
 @pytest.mark.parametrize("field", ["main_params_dtype", "main_grads_dtype", "grad_comm_dtype"])

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .allocator import StorageAllocator
+from .layout import GroupLayout, plan_layout
 from .model_cut import ModelCut, find_model_cut
 from .policy import MixedPrecisionPolicy, Placements
 from .te_weights import PrimaryWeight
@@ -79,6 +80,11 @@ class GroupOptions:
     lasting_allocator: StorageAllocator
     keeps_gradient_memory: bool = False
     separate_communicators: bool = False
+
+    def plan_layout(self, shapes: Sequence[torch.Size], num_shards: int) -> GroupLayout:
+        """Return where tensors of these shapes lie in their group's buffer, and what each shard owns."""
+        atoms = [max(1, shape.numel()) for shape in shapes] if self.placements.tensor_atomic else None
+        return plan_layout(shapes, num_shards, atoms=atoms)
 
     def allocator_of(self, kind: str) -> StorageAllocator:
         """Return where the buffer called `kind` takes its storage from."""

@@ -26,7 +26,7 @@ from .geometry import ShardGeometry
 from .gradient_buffers import make_gradient_buffers
 from .gradients import GroupGradients
 from .group_options import GroupContext, GroupOptions, OwnedParameter
-from .layout import GroupLayout, plan_layout
+from .layout import GroupLayout
 from .lent import LentTensors
 from .parameter_pair import NoMainGrad, make_pair
 from .placement import flatten
@@ -96,7 +96,7 @@ class FsdpParameterGroup:
         self.attach_sharded()
 
     def _plan_layout(self, shapes: Sequence[torch.Size]) -> GroupLayout:
-        return plan_layout(shapes, self._mesh.num_shards)
+        return self.options.plan_layout(shapes, self._mesh.num_shards)
 
     def _make_weights(self, compute_dtype: torch.dtype) -> None:
         """Make what is gathered, and what it is gathered into."""

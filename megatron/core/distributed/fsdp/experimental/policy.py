@@ -40,14 +40,22 @@ class Placements:
         gradient: placement of gradients while microbatches accumulate, one per axis; `Replicate()` means that each rank
             keeps its own sum over them.
         optimizer: placement of the main weights, the finished gradients and the optimizer state, one per axis.
+        tensor_atomic: let each tensor lie whole in one shard, at the price of padding: every shard is as large as the
+            one with most. Matrix optimizers have little to send then; ``layout --report`` says what is padded.
     """
 
     dp_axes: tuple[str | int, ...]
     parameter: tuple[Placement, ...]
     gradient: tuple[Placement, ...]
     optimizer: tuple[Placement, ...]
+    tensor_atomic: bool = False
 
     def __post_init__(self) -> None:
+        if self.tensor_atomic and not self._sharded_axes("optimizer"):
+            raise ValueError(
+                "Placements.tensor_atomic: expected an axis that shards the optimizer, got True with whole weights on "
+                "every rank. Leave it out."
+            )
         for field in _STATES:
             value = getattr(self, field)
             if len(value) != len(self.dp_axes) or any(
@@ -87,7 +95,12 @@ class Placements:
 
     @classmethod
     def from_strategy(
-        cls, strategy: str, *, outer: str | None = None, dp_axes: Sequence[str | int] | None = None
+        cls,
+        strategy: str,
+        *,
+        outer: str | None = None,
+        dp_axes: Sequence[str | int] | None = None,
+        tensor_atomic: bool = False,
     ) -> Placements:
         """Return the placements of a named strategy.
 
@@ -95,9 +108,10 @@ class Placements:
             strategy: what the inner axis shards, one of `STRATEGIES`.
             outer: what the outer axis shards, one of `OUTER_STRATEGIES`; None for a mesh of one axis.
             dp_axes: the mesh axes, outer to inner; None means the first one or two.
+            tensor_atomic: as in the result.
 
         Raises:
-            ValueError: an unknown name, or axes that do not fit `outer`.
+            ValueError: an unknown name, axes that do not fit `outer`, or `tensor_atomic` where nothing is sharded.
         """
         num_axes = 1 if outer is None else 2
         axes = tuple(range(num_axes)) if dp_axes is None else tuple(dp_axes)
@@ -123,6 +137,7 @@ class Placements:
             (*heads, place(inner[3])),
             (*heads, place(inner[2])),
             (*outer_state, place(inner[1])),
+            tensor_atomic,
         )
 
 

@@ -65,6 +65,11 @@ class QuantizedGroup(FsdpParameterGroup):
         return recipe.format
 
     def _plan_layout(self, shapes: Sequence[torch.Size]) -> GroupLayout:
+        if self.options.placements.tensor_atomic:
+            raise NotImplementedError(
+                "Placements.tensor_atomic: expected False for weights in low bits, which are cut between their blocks, "
+                "got True. Leave out one of the two."
+            )
         atoms = [self.format.geometry(shape).atom for shape in shapes]
         return plan_layout(shapes, self._mesh.num_shards, atoms=atoms, alignment=self.format.alignment)
 
