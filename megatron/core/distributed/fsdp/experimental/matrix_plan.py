@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-MAX_LOAD = 1.05
+MAX_LOAD = 1.02
 """What an owner may have to do, as a multiple of the mean, before a matrix goes to a rank with less of it, or none."""
 
 _NUM_NEAREST = 16

@@ -130,9 +130,5 @@ class MatrixRule(ABC):
         if not group["nesterov"]:
             torch._foreach_copy_(into, momenta)
             return
-        wide = into if into[0].dtype is torch.float32 else [torch.empty_like(run) for run in gradients]
-        torch._foreach_copy_(wide, gradients)
-        ends = momenta if momenta[0].dtype is torch.float32 else [momentum.float() for momentum in momenta]
-        torch._foreach_lerp_(wide, ends, group["momentum"])
-        if wide is not into:
-            torch._foreach_copy_(into, wide)
+        for gradient, momentum, target in zip(gradients, momenta, into, strict=True):
+            torch.lerp(gradient, momentum.float(), group["momentum"], out=target)

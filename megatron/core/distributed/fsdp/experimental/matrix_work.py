@@ -233,19 +233,20 @@ def _subtract(
 ) -> None:
     """Decay weights and subtract updates, each times its scale and the learning rate.
 
-    Factors are float32 numbers, whether the rate is a number or, under a CUDA graph, a tensor on the device.
+    Factors are float32 numbers on the device, whether the rate is a number or, under a CUDA graph, lies there itself,
+    and one operation reads an update in its own dtype: the step is bound by memory.
     """
-    rate = group["lr"]
-    of_graph = isinstance(rate, torch.Tensor) and rate.device.type != "cpu"
-    rate32 = rate if of_graph else torch.as_tensor(rate, dtype=torch.float32, device="cpu")
-    wide = [torch.empty_like(update, dtype=torch.float32) for update in updates]
-    torch._foreach_copy_(wide, updates)
-    torch._foreach_mul_(wide, scales)
-    torch._foreach_mul_(wide, rate32 if of_graph else rate32.item())
+    rate, device = group["lr"], weights[0].device
+    if not isinstance(rate, torch.Tensor) or rate.device != device:
+        rate = torch.full((), float(rate), dtype=torch.float32, device=device)
+    wide = [weight if weight.dtype is torch.float32 else weight.float() for weight in weights]
     if group["weight_decay"] and group["decoupled_weight_decay"]:
-        factor = 1 - rate32 * group["weight_decay"]
-        torch._foreach_mul_(weights, factor if of_graph else factor.item())
-    torch._foreach_sub_(weights, wide)
+        torch._foreach_mul_(wide, 1 - rate * group["weight_decay"])
+    factors = {scale: rate * scale for scale in set(scales)}
+    for target, update, scale, weight in zip(wide, updates, scales, weights, strict=True):
+        target.addcmul_(update, factors[scale], value=-1)
+        if target is not weight:
+            weight.copy_(target)
 
 
 def make_works(entries: Iterable[Entry], rule: MatrixRule, package_bytes: int) -> list[MatrixWork]:

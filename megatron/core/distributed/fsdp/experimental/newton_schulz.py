@@ -63,17 +63,14 @@ def newton_schulz(
     Returns:
         The same shape, perhaps not contiguous; bfloat16 with precision "medium", else float32.
     """
-    is_tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.mT if is_tall else matrix
-    x = x.float()
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min(EPSILON)
-    x = x / norm
-    if precision == "medium":
-        x = x.bfloat16()
+    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=torch.float32).clamp_min(EPSILON)
+    dtype = torch.bfloat16 if precision == "medium" else torch.float32
+    # Divided in float32 and rounded once, without a copy in between.
+    x = torch.div(matrix, norm, out=torch.empty(matrix.shape, dtype=dtype, device=matrix.device))
     with _float32_products(precision):
         for a, b, c in steps(coefficients, num_steps):
             x = _step(x, a, b, c)
-    return x.mT if is_tall else x
+    return x
 
 
 def steps(coefficients: str, num_steps: int) -> Iterator[tuple[float, float, float]]:
@@ -94,11 +91,12 @@ def count_operations(count: int, rows: int, columns: int, num_steps: int) -> int
 
 
 def _step(x: torch.Tensor, a: float, b: float, c: float) -> torch.Tensor:
-    if x.ndim == 2:
-        gram = x @ x.mT
-        return torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    gram = x @ x.mT
-    return torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    """Return ``a X + (b A + c A A) X`` with ``A = X X^T``; for tall matrices the transposes' in the same way."""
+    add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    is_tall = x.shape[-2] > x.shape[-1]
+    gram = x.mT @ x if is_tall else x @ x.mT
+    polynomial = add(gram, gram, gram, beta=b, alpha=c)
+    return add(x, x, polynomial, beta=a) if is_tall else add(x, polynomial, x, beta=a)
 
 
 @contextmanager
