@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .dtensor import FsdpDTensor
+from .matrix_arithmetic import subtract_updates
 from .matrix_blocks import JoinedPieces, MatrixBlock
 from .matrix_pipeline import MatrixPipeline, Participants, Run
 from .matrix_plan import Matrix, MatrixPlan, Place, plan_matrices
@@ -233,20 +234,16 @@ def _subtract(
 ) -> None:
     """Decay weights and subtract updates, each times its scale and the learning rate.
 
-    Factors are float32 numbers on the device, whether the rate is a number or, under a CUDA graph, lies there itself,
-    and one operation reads an update in its own dtype: the step is bound by memory.
+    Factors are float32 numbers on the device, whether the rate is a number or, under a CUDA graph, lies there itself.
     """
     rate, device = group["lr"], weights[0].device
     if not isinstance(rate, torch.Tensor) or rate.device != device:
         rate = torch.full((), float(rate), dtype=torch.float32, device=device)
-    wide = [weight if weight.dtype is torch.float32 else weight.float() for weight in weights]
+    decay = None
     if group["weight_decay"] and group["decoupled_weight_decay"]:
-        torch._foreach_mul_(wide, 1 - rate * group["weight_decay"])
+        decay = 1 - rate * group["weight_decay"]
     factors = {scale: rate * scale for scale in set(scales)}
-    for target, update, scale, weight in zip(wide, updates, scales, weights, strict=True):
-        target.addcmul_(update, factors[scale], value=-1)
-        if target is not weight:
-            weight.copy_(target)
+    subtract_updates(weights, updates, [factors[scale] for scale in scales], decay)
 
 
 def make_works(entries: Iterable[Entry], rule: MatrixRule, package_bytes: int) -> list[MatrixWork]:

@@ -13,6 +13,8 @@ from itertools import chain, cycle, islice, repeat
 
 import torch
 
+from .matrix_arithmetic import normalized
+
 Coefficients = tuple[tuple[float, float, float], ...]
 
 COEFFICIENTS: dict[str, Coefficients] = {
@@ -65,8 +67,7 @@ def newton_schulz(
     """
     norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=torch.float32).clamp_min(EPSILON)
     dtype = torch.bfloat16 if precision == "medium" else torch.float32
-    # Divided in float32 and rounded once, without a copy in between.
-    x = torch.div(matrix, norm, out=torch.empty(matrix.shape, dtype=dtype, device=matrix.device))
+    x = normalized(matrix.contiguous(), norm, dtype)
     with _float32_products(precision):
         for a, b, c in steps(coefficients, num_steps):
             x = _step(x, a, b, c)
