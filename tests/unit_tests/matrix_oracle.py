@@ -110,6 +110,18 @@ def loss_of_net(model: Callable[[torch.Tensor], torch.Tensor], step: int, rank: 
     return (model(inputs.to(dtype)) - targets.to(dtype)).float().square().sum()
 
 
+def weight_of(*shape: int) -> nn.Parameter:
+    """Return a parameter whose values depend on its shape alone."""
+    return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))))
+
+
+def give_gradients(parameters: Iterable[torch.Tensor], seed: int) -> None:
+    """Give parameters gradients that depend on their shapes and the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
 @dataclass(frozen=True)
 class PlainMuon:
     """The settings of a loop over whole matrices; `Muon` says what they mean."""
@@ -138,6 +150,14 @@ def orthogonalised(matrix: torch.Tensor, coefficients: str = "quintic") -> torch
     return x.mT if is_tall else x
 
 
+def _matrix_of(view: torch.Tensor) -> torch.Tensor:
+    """Return [rows, columns], or [count, rows, columns] of a stack, of either or of [count, groups, rows, columns]."""
+    if view.ndim < 4:
+        return view
+    stack = view.flatten(1, 2)
+    return stack if stack.shape[0] > 1 else stack[0]
+
+
 Split = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
@@ -158,7 +178,8 @@ def step_plainly(
         parameters: those with a gradient are stepped.
         momenta: by parameter.
         muon: settings.
-        split: by parameter, what returns views of the matrices that it consists of; for those that are not one.
+        split: for parameters that are no matrix or stack of matrices, what returns views of those that they hold;
+            where rows of several interleave, as [count, groups, rows, columns].
     """
     rate = torch.tensor(muon.lr, dtype=torch.float32, device="cpu")
     for parameter in parameters:
@@ -174,7 +195,7 @@ def step_plainly(
         update = torch.empty_like(blended, dtype=torch.float32)
         views = split.get(parameter, lambda tensor: [tensor])
         for source, target in zip(views(blended), views(update), strict=True):
-            matrix = source.reshape(source.shape if source.ndim == 3 else (source.shape[0], -1))
+            matrix = _matrix_of(source)
             result = orthogonalised(matrix, muon.coefficients).float() * (
                 scale_of(matrix, muon.scale) * muon.extra_scale
             )
