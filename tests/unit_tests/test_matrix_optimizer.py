@@ -169,8 +169,8 @@ def test_rates_follow_a_scheduler_in_both_optimizers() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
 
 
-# torch's Muon divides by the norm in bfloat16, ours in float32: steps start from numbers that differ by one in 2**8, and
-# each step rounds to as much. 1% of what ten updates move was found; momenta are the same operations.
+# torch's Muon divides by the norm in bfloat16, ours in float32: steps start from numbers that differ by one in 2**8,
+# and each rounds to as much. 1% of what ten updates move was found; momenta are the same operations.
 @pytest.mark.parametrize(
     ("adjust", "scale_mode", "extra"), [("original", "shape_scaling", 1.0), ("match_rms_adamw", "spectral", 0.2)]
 )
