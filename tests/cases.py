@@ -98,7 +98,13 @@ CASES = (
     Case(25, "silent", "the communication dtype is not the one that was asked for"),
     Case(28, "silent", "the optimizer holds parameters from before wrapping", refused="Build the optimizer after"),
     Case(31, "silent", "two parameter groups collapse at load", note="groups are matched by parameter names"),
-    Case(33, "silent", "matrix optimizers on shards", refused="expected an element-wise optimizer such as AdamW"),
+    Case(
+        33,
+        "silent",
+        "matrix optimizers on shards",
+        note="fully_shard_muon steps whole matrices",
+        refused="expected an element-wise optimizer such as AdamW",
+    ),
     Case(34, "silent", "casting an output detaches it", note="outputs are never cast"),
     Case(35, "silent", "casting inputs loses precision", note="inputs are never cast"),
     # Norms and non-finite values

@@ -13,8 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.fsdp.experimental import FsdpDTensor, fully_shard, fully_shard_optimizer, gather_full
+from megatron.core.distributed.fsdp.experimental import (
+    FsdpDTensor,
+    fully_shard,
+    fully_shard_muon,
+    fully_shard_optimizer,
+    gather_full,
+)
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
+from tests.unit_tests.matrix_oracle import PlainMuon, give_gradients, step_plainly, weight_of
 from tests.unit_tests.models import build, loss_of, make_batch, shard_layers
 
 # --- PB-022 -----------------------------------------------------------------------------------------------------------
@@ -263,7 +270,10 @@ def _matrix_rule(name: str, adapts: bool) -> None:
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_pb033_torchs_matrix_optimizers_are_not_adapted(name: str) -> None:
     for message in run_ranks_expecting(2, ValueError, _matrix_rule, name, True):
-        assert f"expected an element-wise optimizer such as AdamW or SGD, got {name}" in message
+        assert (
+            f"expected an element-wise optimizer such as AdamW or SGD, got {name}" in message
+            and "For Muon use fully_shard_muon." in message
+        )
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "own"])
@@ -275,3 +285,38 @@ def test_pb033_plain_matrix_optimizers_raise_before_they_change_a_weight(name: s
 def test_pb033_matrix_rule_of_the_users_own_is_refused_when_adapted() -> None:
     for message in run_ranks_expecting(2, (RuntimeError, ValueError), _matrix_rule, "own", True):  # type: ignore[arg-type]
         assert "element-wise" in message
+
+
+def _muon() -> None:
+    """Two ranks: a sum of two gradients is the same in any order, and a half of it is exact."""
+    model, plain = shard_layers(build("mlp")), build("mlp")
+    optimizer = fully_shard_muon(model, 0.05, report=None)
+    matrices = [parameter for parameter in plain.parameters() if parameter.ndim == 2]
+    rest = torch.optim.AdamW([p for p in plain.parameters() if p.ndim == 1], lr=3e-4, weight_decay=0.1)
+    momenta: dict[Any, torch.Tensor] = {}
+    for step in range(10):
+        batches = [make_batch(model, 4, seed=2 * step + rank) for rank in range(2)]
+        optimizer.zero_grad()
+        loss_of(model, *batches[dist.get_rank()]).backward()
+        plain.zero_grad()
+        for batch in batches:
+            (loss_of(plain, *batch) / 2).backward()
+        optimizer.step()
+        step_plainly(matrices, momenta, PlainMuon(lr=0.05), {})
+        rest.step()
+    for (name, sharded), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(sharded.full_tensor(), whole), name
+
+
+def test_pb033_sharded_muon_steps_whole_matrices() -> None:
+    run_ranks(2, _muon)
+
+
+def test_pb033_muon_of_shards_is_another() -> None:
+    """What the case is about: local shards taken for matrices give other weights, without an error."""
+    weight, half = weight_of(12, 7), weight_of(12, 7)
+    give_gradients([weight], 0)
+    give_gradients([half], 0)
+    step_plainly([weight], {}, PlainMuon(), {})
+    step_plainly([half], {}, PlainMuon(), {half: lambda full: list(full.chunk(2))})
+    assert not torch.allclose(weight, half, atol=1e-3)

@@ -49,6 +49,7 @@ class MatrixBlock:
         rows: of each.
         columns: of each.
         parts: rows of the matrices that interleave, repeated as often as they fit; empty for one matrix.
+        stride: runs of rows that tensor parallelism has cut one by one; 1 for a block that is one such run.
     """
 
     start: int
@@ -56,6 +57,7 @@ class MatrixBlock:
     rows: int
     columns: int
     parts: tuple[int, ...] = ()
+    stride: int = 1
 
     @property
     def numel(self) -> int:
@@ -90,8 +92,7 @@ class MatrixBlock:
             tensor = pieces.view(*shape, self.rows // period, period, self.columns)
             views = list(torch.split(tensor, list(self.parts), dim=3))
         else:
-            strides = joined.stride if joined.dim == 0 else 1
-            views = [pieces.view(*shape, strides, self.rows // strides, self.columns)]
+            views = [pieces.view(*shape, self.stride, self.rows // self.stride, self.columns)]
             if joined.dim == 0:
                 return [view.permute(1, 2, 0, 3, 4) for view in views]
         if joined.dim == 0:
@@ -131,8 +132,9 @@ def blocks_of(
         starts = [sum(parts[:index]) * columns for index in range(len(parts))]
         return [MatrixBlock(start, 1, part, columns) for start, part in zip(starts, parts, strict=True)]
     batch = max(1, MAX_STACK_NUMEL // (rows * columns))
+    stride = joined.stride if joined.dim == 0 and joined.size > 1 else 1
     return [
-        MatrixBlock(first * rows * columns, min(batch, count - first), rows, columns, parts)
+        MatrixBlock(first * rows * columns, min(batch, count - first), rows, columns, parts, stride)
         for first in range(0, count, batch)
     ]
 

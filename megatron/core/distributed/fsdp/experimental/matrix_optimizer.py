@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .compiling import untraced
 from .dtensor import FsdpDTensor
 from .matrix_blocks import JoinedPieces, MatrixBlock, blocks_of
-from .matrix_rule import MOMENTUM, MatrixRule, require
+from .matrix_rule import MatrixRule, require, require_same_rule
 from .matrix_work import Entry, MatrixWork, make_works
 
 PACKAGE_BYTES = 256 << 20
@@ -72,11 +72,15 @@ class MatrixOptimizer(Optimizer):
         self._package_bytes = package_bytes
         self._works: list[MatrixWork] = []
         self._known: list[Any] = []
+        self._known_settings: list[tuple[Any, ...]] = []
         defaults = rule.defaults()
         if unknown := sorted(settings.keys() - defaults.keys()):
             raise ValueError(f"{rule.name}: expected settings among {sorted(defaults)}, got {unknown}. Drop them.")
         if not isinstance(package_bytes, int) or package_bytes < 1:
-            raise ValueError(f"{rule.name} package_bytes: expected an int >= 1, got {package_bytes!r}.")
+            raise ValueError(
+                f"{rule.name} package_bytes: expected an int >= 1, got {package_bytes!r}. Give what an owner may hold "
+                "at a time."
+            )
         defaults |= {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -124,15 +128,39 @@ class MatrixOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch does, but leave the state of matrices in its dtype, rather than in that of the weights.
+
+        Raises:
+            ValueError: state that another rule has made.
+        """
+        saved: list[dict[str, Any]] = []
+
+        def see(_: Optimizer, found: dict[str, Any]) -> None:
+            for number, (ours, theirs) in enumerate(zip(self.param_groups, found["param_groups"], strict=False)):
+                require_same_rule(f"param_groups[{number}]", ours, theirs)
+            saved.append(found)
+
+        # The last hook: it sees what others have made of the state dict.
+        hook = self.register_load_state_dict_pre_hook(see)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        ids = [key for group in saved[0]["param_groups"] for key in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        matrices = {id(parameter) for group in self.matrix_groups for parameter in group["params"]}
+        for key, parameter in zip(ids, parameters, strict=True):
+            if id(parameter) in matrices and key in saved[0]["state"]:
+                self.state[parameter] = {
+                    name: value.to(parameter.device) if isinstance(value, torch.Tensor) else value
+                    for name, value in saved[0]["state"][key].items()
+                }
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take state and param_groups that were loaded; `rest` shares them."""
         super().__setstate__(state)
         self._known = []
-        for group in self.matrix_groups:
-            for parameter in group["params"]:
-                values = self.state.get(parameter, {})
-                if MOMENTUM in values:  # torch's load has cast it to the dtype of the weights
-                    values[MOMENTUM] = values[MOMENTUM].to(group["momentum_dtype"])
         if self.rest is not None:
             groups = [group for group in self.param_groups if group["algorithm"] != self.rule.name]
             self.rest.__setstate__({"state": self.state, "param_groups": groups})
@@ -168,10 +196,17 @@ class MatrixOptimizer(Optimizer):
 
     def _current_works(self) -> list[MatrixWork]:
         parameters = [parameter for group in self.matrix_groups for parameter in group["params"]]
-        if len(parameters) != len(self._known) or any(map(_differ, parameters, self._known)):
+        settings = [self._planned_by(group) for group in self.matrix_groups]
+        is_known = len(parameters) == len(self._known) and not any(map(_differ, parameters, self._known))
+        if not is_known or settings != self._known_settings:
             self._works = make_works(self._entries(), self.rule, self._package_bytes)
-            self._known = parameters
+            self._known, self._known_settings = parameters, settings
         return self._works
+
+    def _planned_by(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the settings of a group that plans depend on; loading changes them, or whoever trains."""
+        dtypes = self.rule.travel_dtype(group), self.rule.result_dtype(group)
+        return len(group["params"]), group["is_stack"], tuple(group["parts"]), group["joins_pieces"], *dtypes
 
     def _entries(self) -> Iterable[Entry]:
         lender = getattr(self, "_fsdp_step", None)

@@ -8,7 +8,8 @@ Who owns what is matrix_plan.py's; what is computed is the worker's.
 While the owners compute with one package the next one travels, so that every kind of buffer exists twice, however many
 packages there are. Shards are written straight into what is sent, or into the owner's matrix where the owner has them
 itself; they arrive where the owner computes, and results are sent from where it has left them. Only the order of calls
-below, and the events, keep a slot from being written while it is read:
+below, and the events, keep a slot from being written while it is read. Exchanges begin when what is computed before
+them has ended, which may have used the memory of the buffers just before:
 
     compute   prepare 0 | prepare 1 | solve 0 |           prepare 2 | solve 1 | apply 0 |           prepare 3 ...
     exchange             gather 0    gather 1   scatter 0            gather 2   scatter 1            gather 3 ...
@@ -183,8 +184,6 @@ class MatrixPipeline:
         """
         rounds = self._rounds_of(active)
         slots = [self._new_slot(index, rounds) for index in range(min(2, len(rounds)))]
-        # The memory of the buffers may have been in use on the compute stream just before.
-        self._stream.wait_stream(current_stream(self._participants.device))
         for number in range(min(1, len(rounds))):
             self._gather(rounds[number], slots[number], worker)
         for number, current in enumerate(rounds):

@@ -27,6 +27,29 @@ def require(is_good: bool, rule: str, setting: str, expected: str, found: object
         raise ValueError(f"{rule} {setting}: expected {expected}, got {found!r}. Correct it in the param_group.")
 
 
+def require_same_rule(name: str, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse state that another optimizer has made; it would mean something else.
+
+    Args:
+        name: of the parameter.
+        ours: settings of its param_group.
+        saved: settings of the param_group that it was saved in.
+
+    Raises:
+        ValueError: one of them is of a matrix rule and the other is not of the same.
+    """
+    expected, found = map(_rule_of, (ours, saved))
+    if expected != found:
+        raise ValueError(
+            f"optimizer state of {name}: expected that of {expected}, got that of {found}. Load the weights alone, "
+            "without an optimizer, or build the optimizer that has saved it."
+        )
+
+
+def _rule_of(settings: Mapping[str, Any]) -> str:
+    return str(settings["algorithm"]) if "is_stack" in settings else "an element-wise optimizer"
+
+
 class MatrixRule(ABC):
     """Momentum on shards, and one update of whole matrices; subclasses say which.
 
@@ -92,6 +115,11 @@ class MatrixRule(ABC):
     def new_state(self, weight: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return state of a shard before its first step; element-wise, so that it can be cut anew."""
         return {MOMENTUM: torch.zeros_like(weight, dtype=group["momentum_dtype"])}
+
+    def match_state(self, state: dict[str, torch.Tensor], group: Mapping[str, Any]) -> None:
+        """Bring state to the dtypes of `group`, which may have changed, as by a load."""
+        if MOMENTUM in state and state[MOMENTUM].dtype is not group["momentum_dtype"]:
+            state[MOMENTUM] = state[MOMENTUM].to(group["momentum_dtype"])
 
     def accumulate(
         self, gradients: list[torch.Tensor], states: list[dict[str, torch.Tensor]], group: Mapping[str, Any]

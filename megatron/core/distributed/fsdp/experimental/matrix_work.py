@@ -144,6 +144,7 @@ class MatrixWork:
         found: dict[str, torch.Tensor] = state[entry.local]
         if not found:
             found.update(self._rule.new_state(entry.local, entry.group))
+        self._rule.match_state(found, entry.group)
         return found
 
     def _gradient_of(self, entry: Entry) -> torch.Tensor:
@@ -251,11 +252,9 @@ def make_works(entries: Iterable[Entry], rule: MatrixRule, package_bytes: int) -
     by_mesh: dict[Any, list[Entry]] = {}
     for entry in entries:
         mesh = None if entry.sharded is None else entry.sharded.geometry.mesh
-        where = (
-            entry.local.device
-            if mesh is None
-            else (tuple(mesh.device_mesh.mesh.flatten().tolist()), mesh.device_mesh.mesh.shape, mesh.axes, mesh.ndim)
-        )
+        where: Any = entry.local.device
+        if mesh is not None:  # units may have meshes of their own with the same ranks, as without an argument
+            where = (where, str(mesh.device_mesh.mesh.tolist()), mesh.axes, mesh.ndim)
         travel = rule.travel_dtype(entry.group)
         key = (where, entry.joined.size > 1, travel, rule.result_dtype(entry.group))
         by_mesh.setdefault(key, []).append(entry)

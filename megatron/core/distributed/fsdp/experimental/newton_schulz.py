@@ -65,6 +65,8 @@ def newton_schulz(
     Returns:
         The same shape, perhaps not contiguous; bfloat16 with precision "medium", else float32.
     """
+    if matrix.dtype is torch.float64:
+        matrix = matrix.float()
     norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=torch.float32).clamp_min(EPSILON)
     dtype = torch.bfloat16 if precision == "medium" else torch.float32
     x = normalized(matrix.contiguous(), norm, dtype)

@@ -21,6 +21,7 @@ from .dtensor import FsdpDTensor, shard_dtensor
 from .elementwise import ElementwiseOnly
 from .full_values import cut_like
 from .local_step import LocalStep
+from .matrix_rule import require_same_rule
 from .parameter_group import FsdpParameterGroup
 
 _NOT_ELEMENTWISE = ("adafactor", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap", "sparseadam")
@@ -229,9 +230,10 @@ def _unwrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict of local tensors for torch's own load, with groups and parameters in the optimizer's order.
 
     Raises:
-        ValueError: other parameters or another grouping, or a plain tensor that is neither a single number nor full,
-            so that its cut is unknown.
+        ValueError: another optimizer's state, other parameters or another grouping, or a plain tensor that is neither a
+            single number nor full, so that its cut is unknown.
     """
+    _require_same_rules(optimizer, state_dict["param_groups"])
     groups = _matched_groups(optimizer, state_dict["param_groups"])
     by_key = {
         key: parameter
@@ -246,6 +248,13 @@ def _unwrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     _check_cuts(optimizer, groups, cut)
     local = {key: {name: _local(value) for name, value in item.items()} for key, item in cut.items()}
     return {**state_dict, "state": {**state_dict["state"], **local}, "param_groups": groups}
+
+
+def _require_same_rules(optimizer: Any, saved: Sequence[dict[str, Any]]) -> None:
+    by_name = {name: group for group in saved for name in group.get(_NAMES, ())}
+    for param_group, names in zip(optimizer.param_groups, _names(optimizer), strict=True):
+        for name in names:
+            require_same_rule(name, param_group, by_name.get(name, param_group))
 
 
 def _cut(value: Any, parameter: FsdpDTensor, name: str) -> Any:

@@ -17,7 +17,7 @@ from torch import nn
 from ..dtensor import FsdpDTensor, shard_dtensor
 from .errors import CheckpointError
 from .model_state import model_state
-from .optimizer_state import create_state, group_settings, set_settings, set_state, state_by_name
+from .optimizer_state import create_state, group_settings, require_same_rules, set_settings, set_state, state_by_name
 from .read import LoadReport, OpenCheckpoint
 
 MODEL, STATE = "model.", "optimizer.state."
@@ -160,6 +160,7 @@ class Load:
         """
         if self._optimizer is None or SETTINGS not in self._entries:
             return {}
+        require_same_rules(self._optimizer, self._named, self._saved_settings())
         stateless = {name for name in self._named if self._was_without_state(name)}
         self._created = {name for name, parameter in self._named.items() if parameter not in self._optimizer.state}
         if len(stateless) < len(self._named):
@@ -220,15 +221,15 @@ class Load:
     def _set_settings(self, strict: bool) -> None:
         """Give optimizer and scheduler all but tensors."""
         if SETTINGS in self._entries:
-            saved = {
-                name: self._settings.by_name[self._saved_names[name]]
-                for name in self._named
-                if self._saved_names[name] in self._settings.by_name
-            }
-            set_settings(self._optimizer, self._named, saved, strict=strict)
+            set_settings(self._optimizer, self._named, self._saved_settings(), strict=strict)
         if SCHEDULER in self._entries:
             self._has_set_schedule = True
             self._scheduler.load_state_dict(self._entries[SCHEDULER].state)
+
+    def _saved_settings(self) -> dict[str, Any]:
+        """Return the settings that were saved, by our names."""
+        by_name = self._settings.by_name
+        return {name: by_name[saved] for name in self._named if (saved := self._saved_names[name]) in by_name}
 
     def _read(self, tensors: Mapping[str, torch.Tensor], sources: Mapping[str, str]) -> None:
         """Read tensors from where they were saved; one that two of ours are read from takes a second pass."""

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..dtensor import FsdpDTensor, shard_dtensor
+from ..matrix_rule import require_same_rule
 from .errors import CheckpointError
 
 
@@ -62,8 +63,10 @@ def set_settings(
         strict: refuse parameters without saved settings; otherwise they take those of the others in their group.
 
     Raises:
-        CheckpointError: parameters of one group had different ones, or one had none; nothing is changed then.
+        CheckpointError: another optimizer's, or parameters of one group had different ones, or one had none; nothing
+            is changed then.
     """
+    require_same_rules(optimizer, named, saved)
     names = {id(parameter): name for name, parameter in named.items()}
     found = []
     for group in optimizer.param_groups:
@@ -71,6 +74,28 @@ def set_settings(
         found.append(_common_settings({name: saved.get(name) for name in of_group if strict or name in saved}))
     for group, settings in zip(optimizer.param_groups, found, strict=True):
         group.update(copy.deepcopy({key: value for key, value in settings.items() if key not in _HOW}))
+
+
+def require_same_rules(
+    optimizer: Any, named: Mapping[str, FsdpDTensor], saved: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Refuse state that another optimizer has made.
+
+    Args:
+        optimizer: an adapted optimizer.
+        named: its parameters by name.
+        saved: what `settings_by_name` returned; parameters without settings are left out.
+
+    Raises:
+        CheckpointError: one of the two is a matrix optimizer, such as Muon, and the other is not.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    for group in optimizer.param_groups:
+        for name in (names[id(parameter)] for parameter in group["params"]):
+            try:
+                require_same_rule(name, group, saved.get(name, group))
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
 
 
 _HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})
