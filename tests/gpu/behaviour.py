@@ -33,6 +33,10 @@ HOST_ONLY = {
     "test_cases.py": "reads source text",
     "test_schedule.py": "puts vector clocks in place of host streams; races.py asks the same of real streams",
     "test_learnt_order.py": "puts vector clocks in place of host streams",
+    "test_newton_schulz.py": "compares hosts with a decomposition; test_muon.py runs it on GPUs",
+    "test_matrix_blocks.py": "computes with integers",
+    "test_matrix_plan.py": "computes with integers",
+    "test_plain_muon.py": "steps without ranks, on the host",
     "test_trace_pool.py": "puts vector clocks in place of host streams; races.py and memory.py have real ones",
     "test_secondary_shard.py": "puts doubles in place of streams and graphs, on four ranks",
     "test_slot_plan.py": "computes with integers",
@@ -56,6 +60,10 @@ _HOST_ONLY_PREFIX = "test_mcore_"
 # The same for single tests.
 HOST_ONLY_TESTS = {
     "test_backend_failure_names_unit_and_operation": "gloo raises at a time-out, NCCL's watchdog ends the process",
+    "test_a_failed_exchange_names_what_travels": "gloo raises at a time-out, NCCL's watchdog ends the process",
+    "test_the_next_package_travels_before_one_is_computed_with": "puts vector clocks in place of host streams",
+    "test_no_two_uses_of_a_buffer_are_unordered": "puts vector clocks in place of host streams",
+    "test_every_wait_is_needed": "puts vector clocks in place of host streams",
     "test_what_waits_for_what": "puts vector clocks in place of host streams, and a model of NCCL's order",
     "test_pb073_environment_and_end_of_the_program": "starts gloo ranks of its own",
 }

@@ -120,79 +120,57 @@ def test_sharded_parameters_need_an_adapted_optimizer() -> None:
         )
 
 
-# --- plain parameters -------------------------------------------------------------------------------------------------
-
-
-def test_plain_parameters_are_stepped_without_any_sharding() -> None:
-    ours, theirs = (
-        [weight_of(6, 4), weight_of(4, 9), weight_of(5, 2, 3), nn.Parameter(torch.ones(3))] for _ in range(2)
+def test_elements_that_do_not_lie_in_order_are_refused() -> None:
+    weight = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    give_gradients([weight], 0)
+    with pytest.raises(ValueError) as raised:
+        Muon([weight]).step()
+    assert str(raised.value) == (
+        "Muon.step: expected parameters in contiguous memory, got shape (2, 3, 4, 5) with strides (60, 1, 15, 3). Make "
+        "them contiguous() first."
     )
-    optimizer = Muon(ours[:3], lr=0.01, rest=torch.optim.AdamW(ours[3:], lr=0.02))
-    plain = torch.optim.AdamW(theirs[3:], lr=0.02)
-    momenta: dict[Any, torch.Tensor] = {}
-    split: dict[Any, Split] = {theirs[2]: lambda kernel: [kernel.flatten(1)]}
-    for step in range(10):
-        give_gradients(ours, step)
-        give_gradients(theirs, step)
+
+
+class _Centred(torch.optim.Optimizer):
+    """Subtracts the gradient less its mean, which one shard does not know."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad - parameter.grad.mean())
+
+
+def _other_rest(kind: str) -> None:
+    model: Any = fully_shard(nn.Linear(4, 6))
+    makers: dict[str, Any] = {
+        "own": _Centred,
+        "named": lambda parameters: torch.optim.Adafactor(parameters),
+        "adapted": lambda parameters: fully_shard_optimizer(torch.optim.SGD(parameters)),
+    }
+    before = model.bias.full_tensor()
+    try:
+        optimizer = fully_shard_muon(model, rest=makers[kind], report=None)
+        model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-        step_plainly(theirs[:3], momenta, PlainMuon(), split)
-        plain.step()
-        optimizer.zero_grad()
-    assert all(map(torch.equal, ours, theirs))
-    for ours_one, theirs_one in zip(ours[:3], theirs[:3], strict=True):
-        assert torch.equal(optimizer.state[ours_one]["momentum_buffer"], momenta[theirs_one])
-    (work,) = optimizer.works
-    assert work.plan.travelling_numel == 0 and work.names == [f"parameter {index}" for index in range(3)]
+    finally:
+        assert torch.equal(model.bias.full_tensor(), before)
 
 
-@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)])
-def test_rates_may_be_tensors(lr: Any) -> None:
-    ours, theirs = weight_of(6, 4), weight_of(6, 4)
-    optimizer, momenta = Muon([ours], lr=lr), {}
-    for step in range(3):
-        give_gradients([ours], step)
-        give_gradients([theirs], step)
-        optimizer.step()
-        step_plainly([theirs], momenta, PlainMuon(), {})
-    assert torch.equal(ours, theirs)
-
-
-def test_rates_follow_a_scheduler_in_both_optimizers() -> None:
-    weight, bias = weight_of(6, 4), nn.Parameter(torch.ones(3))
-    optimizer = Muon([weight], lr=1.0, rest=torch.optim.SGD([bias], lr=0.5))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
-    before = [weight.detach().clone(), bias.detach().clone()]
-    give_gradients([weight, bias], 0)
-    optimizer.step()
-    scheduler.step()
-    assert torch.equal(weight, before[0]) and torch.equal(bias, before[1])
-    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
-
-
-# torch's Muon divides by the norm in bfloat16, ours in float32: steps start from numbers that differ by one in 2**8,
-# and each rounds to as much. 1% of what ten updates move was found; momenta are the same operations.
 @pytest.mark.parametrize(
-    ("adjust", "scale_mode", "extra"), [("original", "shape_scaling", 1.0), ("match_rms_adamw", "spectral", 0.2)]
+    ("kind", "error", "message"),
+    [
+        ("own", RuntimeError, "element-wise"),
+        ("named", ValueError, "expected an element-wise optimizer such as AdamW or SGD, got Adafactor."),
+        ("adapted", RuntimeError, "expected an optimizer that is not adapted yet, got FsdpSGD."),
+    ],
 )
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("shape", [(12, 40), (40, 12), (16, 16)])
-def test_agrees_with_torchs(adjust: str, scale_mode: str, extra: float, nesterov: bool, shape: tuple[int, int]) -> None:
-    ours, theirs = weight_of(*shape), weight_of(*shape)
-    settings: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
-    optimizer = Muon(
-        [ours], coefficients="simple", scale_mode=scale_mode, extra_scale_factor=extra, precision="medium", **settings
-    )
-    plain = torch.optim.Muon([theirs], adjust_lr_fn=adjust, **settings)
-    before = ours.detach().clone()
-    for step in range(10):
-        give_gradients([ours], step)
-        give_gradients([theirs], step)
-        optimizer.step()
-        plain.step()
-    moved = (theirs - before).abs().max().item()
-    assert moved > 0.01
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02 * moved)
-    assert torch.equal(optimizer.state[ours]["momentum_buffer"], plain.state[theirs]["momentum_buffer"])
+def test_the_rest_is_element_wise(kind: str, error: type[Exception], message: str) -> None:
+    for found in run_ranks_expecting(2, error, _other_rest, kind):
+        assert message in found
 
 
 # --- fused matrices and stacks ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ matrix_pipeline.py's. Parameters that are no matrices are another, element-wise 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class MatrixOptimizer(Optimizer):
     Attributes:
         rule: as given.
         rest: as given.
+        guard_rest: returns a context in which `rest` is stepped; with sharded parameters it refuses what is not
+            element-wise.
 
     Raises:
         ValueError: settings without a meaning, parameters that hold no matrices, or the same ones as `rest` has.
@@ -69,6 +72,7 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         self.rule = rule
         self.rest = rest
+        self.guard_rest: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._package_bytes = package_bytes
         self._works: list[MatrixWork] = []
         self._known: list[Any] = []
@@ -176,7 +180,7 @@ class MatrixOptimizer(Optimizer):
         """Step every parameter that has a gradient; with sharded parameters every rank must call it.
 
         Raises:
-            ValueError: a closure.
+            ValueError: a closure, or parameters whose elements do not lie in order.
             RuntimeError: sharded parameters, and nobody has adapted the optimizer.
         """
         if closure is not None:
@@ -187,7 +191,8 @@ class MatrixOptimizer(Optimizer):
             work.run(self.state)
         if self.rest is not None:
             self.rest.state = self.state
-            self.rest.step()
+            with self.guard_rest():
+                self.rest.step()
 
     @property
     def works(self) -> Sequence[MatrixWork]:
@@ -216,6 +221,11 @@ class MatrixOptimizer(Optimizer):
                     raise RuntimeError(
                         f"{type(self).__name__}.step: expected an optimizer that is adapted to sharded parameters, got "
                         f"one of {parameter.geometry.fqn}. Call fully_shard_optimizer first."
+                    )
+                if not parameter.is_contiguous():
+                    raise ValueError(
+                        f"{type(self).__name__}.step: expected parameters in contiguous memory, got shape "
+                        f"{tuple(parameter.shape)} with strides {parameter.stride()}. Make them contiguous() first."
                     )
                 sharded = parameter if lender is None else lender.sharded_of(parameter)
                 geometry = getattr(sharded, "geometry", None)

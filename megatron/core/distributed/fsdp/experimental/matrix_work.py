@@ -151,7 +151,7 @@ class MatrixWork:
         """Return the gradient in float32, with what L2 regularisation adds to it."""
         gradient = entry.local.grad
         assert gradient is not None, "only parameters with gradients are stepped"
-        wide = gradient if gradient.dtype is torch.float32 else gradient.float()
+        wide = (gradient if gradient.dtype is torch.float32 else gradient.float()).contiguous()
         decay = entry.group["weight_decay"]
         return (
             torch.add(wide, entry.local, alpha=decay) if decay and not entry.group["decoupled_weight_decay"] else wide

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ _adapted_classes: dict[type, type] = {}
 
 
 def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False) -> Optimizer:
-    """Let an element-wise optimizer step the local shards of an FSDP model, in place.
+    """Let an element-wise optimizer, or a `MatrixOptimizer`, step the local shards of an FSDP model, in place.
 
     Args:
         optimizer: built from the parameters of a sharded model. Build LR schedulers after this call.
@@ -54,9 +55,12 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
         RuntimeError: adapted already, or a scheduler wraps its step already.
     """
     _check_optimizer(optimizer, precision_aware)
+    rest = getattr(optimizer, "rest", None) if _steps_shards(type(optimizer)) else None
+    if rest is not None:
+        _check_optimizer(rest, False)
     cls = type(optimizer)
     # TransformerEngine's kernels (issue 3207) update nothing of a list that ends with a tensor without elements.
-    fused = _is_fused(cls) or _is_fused(type(getattr(optimizer, "rest", None)))
+    fused = _is_fused(cls) or _is_fused(type(rest))
     lender = LocalStep(_validated_groups, precision_aware, empty_first=fused)
     lender.match(optimizer)
     if cls not in _adapted_classes:
@@ -173,6 +177,8 @@ def _make_step(cls: Any) -> Any:
                 "while the step holds local shards. Compute the loss before the step."
             )
         with self._fsdp_step.lend(self) as shapes, _guard(cls, shapes):
+            if _steps_shards(cls):
+                self.guard_rest = partial(_guard, type(self.rest), shapes)
             original(self)
 
     return step
