@@ -72,6 +72,7 @@ class MatrixOptimizer(Optimizer):
         self._package_bytes = package_bytes
         self._works: list[MatrixWork] = []
         self._known: list[Any] = []
+        self._planned: list[Any] = []
         defaults = rule.defaults()
         if unknown := sorted(settings.keys() - defaults.keys()):
             raise ValueError(f"{rule.name}: expected settings among {sorted(defaults)}, got {unknown}. Drop them.")
@@ -167,10 +168,16 @@ class MatrixOptimizer(Optimizer):
         return self._works
 
     def _current_works(self) -> list[MatrixWork]:
-        parameters = [parameter for group in self.matrix_groups for parameter in group["params"]]
-        if len(parameters) != len(self._known) or any(map(_differ, parameters, self._known)):
+        groups = self.matrix_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        # What plans and buffers follow from; a checkpoint may have brought other settings.
+        planned = [
+            (*map(group.get, ("is_stack", "parts", "joins_pieces")), *_dtypes(self.rule, group)) for group in groups
+        ]
+        is_known = len(parameters) == len(self._known) and not any(map(_differ, parameters, self._known))
+        if not is_known or planned != self._planned:
             self._works = make_works(self._entries(), self.rule, self._package_bytes)
-            self._known = parameters
+            self._known, self._planned = parameters, planned
         return self._works
 
     def _entries(self) -> Iterable[Entry]:
@@ -187,6 +194,10 @@ class MatrixOptimizer(Optimizer):
                 name = f"parameter {index}" if geometry is None else geometry.fqn
                 joined, blocks = _blocks(sharded, group, name)
                 yield Entry(name, parameter, group, sharded if geometry is not None else None, joined, tuple(blocks))
+
+
+def _dtypes(rule: MatrixRule, group: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype]:
+    return rule.travel_dtype(group), rule.result_dtype(group)
 
 
 def _differ(one: object, other: object) -> bool:
