@@ -53,7 +53,7 @@ def settings_by_name(optimizer: Any, named: Mapping[str, FsdpDTensor]) -> dict[s
 def set_settings(
     optimizer: Any, named: Mapping[str, FsdpDTensor], saved: Mapping[str, Mapping[str, Any]], *, strict: bool = True
 ) -> None:
-    """Give each group the settings that its parameters had, but for those that say how to compute a step.
+    """Give each group the settings that its parameters had, but for those that are the run's own.
 
     Args:
         optimizer: an adapted optimizer.
@@ -62,19 +62,44 @@ def set_settings(
         strict: refuse parameters without saved settings; otherwise they take those of the others in their group.
 
     Raises:
-        CheckpointError: parameters of one group had different ones, or one had none; nothing is changed then.
+        CheckpointError: parameters of one group had different ones, or one had none, or a matrix optimizer's state is
+            to be another one's; nothing is changed then.
     """
     names = {id(parameter): name for name, parameter in named.items()}
     found = []
     for group in optimizer.param_groups:
         of_group = [names[id(parameter)] for parameter in group["params"]]
+        for name in of_group:
+            if saved.get(name) is not None:
+                require_same_kind(name, is_matrix=_MARK in group, was_matrix=_MARK in saved[name])
         found.append(_common_settings({name: saved.get(name) for name in of_group if strict or name in saved}))
     for group, settings in zip(optimizer.param_groups, found, strict=True):
-        group.update(copy.deepcopy({key: value for key, value in settings.items() if key not in _HOW}))
+        group.update(copy.deepcopy(dict(settings)))
 
 
-_HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})
-"""How a step is computed on the device of a run: that of the run that loads, not of the one that has saved."""
+_MARK = "joins_pieces"
+"""A setting that param_groups of matrices have, and no others."""
+
+_OWN = frozenset({"capturable", "differentiable", "foreach", "fused"}) | frozenset(
+    {"algorithm", "is_stack", "joins_pieces", "momentum_dtype", "parts", "travel_dtype"}
+)
+"""How a step is computed on the device of a run, and how its parameters hold matrices: settings of the run that loads,
+not of the one that has saved."""
+
+
+def require_same_kind(name: str, *, is_matrix: bool, was_matrix: bool) -> None:
+    """Refuse state of a parameter that another kind of optimizer has saved: a matrix rule's momentum is no Adam's.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    if is_matrix != was_matrix:
+        kinds = "an element-wise optimizer such as Adam", "a matrix optimizer such as Muon"
+        raise CheckpointError(
+            f"optimizer of {name}: expected the state of {kinds[is_matrix]}, with which this run steps it, got that of "
+            f"{kinds[was_matrix]}. Go on with the optimizer and the choice of matrices that the checkpoint was saved "
+            "with, or load the weights alone (pretrain_gpt.py: --no-load-optim or --finetune)."
+        )
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,11 +161,12 @@ def _zero_like(step: Any) -> Any:
 def _common_settings(by_name: Mapping[str, Mapping[str, Any] | None]) -> Mapping[str, Any]:
     """Return the settings that all parameters of one group share; none for a group without parameters."""
     first: tuple[str, Mapping[str, Any]] | None = None
-    for name, settings in by_name.items():
-        if settings is None:
+    for name, found in by_name.items():
+        if found is None:
             raise CheckpointError(
                 f"settings of {name}: expected them in the checkpoint, got none. Load a checkpoint of the same model."
             )
+        settings = {key: value for key, value in found.items() if key not in _OWN}
         if first is None:
             first = name, settings
         elif not _are_equal(settings, first[1]):
