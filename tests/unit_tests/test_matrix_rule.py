@@ -211,4 +211,4 @@ def _state_of_another() -> None:
 
 def test_state_of_one_matrix_rule_is_refused_by_another() -> None:
     for message in run_ranks_expecting(2, ValueError, _state_of_another):
-        assert message.startswith("optimizer state of weight: expected that of roots, got that of rows. Load")
+        assert message.startswith("optimizer state of weight: expected that of roots, got that of rows. Go on")

@@ -155,8 +155,9 @@ def test_state_of_another_rule_is_refused_by_plain_optimizers() -> None:
     with pytest.raises(ValueError) as raised:
         muon.load_state_dict(adamw.state_dict())
     assert str(raised.value) == (
-        "optimizer state of param_groups[0]: expected that of muon, got that of an element-wise optimizer. Load the "
-        "weights alone, without an optimizer, or build the optimizer that has saved it."
+        "optimizer state of param_groups[0]: expected that of muon, got that of an element-wise optimizer. Go on "
+        "with the optimizer, and the choice of matrices, that has saved it, or load the weights alone "
+        "(pretrain_gpt.py: --no-load-optim or --finetune)."
     )
 
 
@@ -176,8 +177,9 @@ def test_state_dicts_of_another_rule_are_refused(saves_muon: bool) -> None:
     rules = ("an element-wise optimizer", "muon") if saves_muon else ("muon", "an element-wise optimizer")
     for message in run_ranks_expecting(2, ValueError, _other_rule, saves_muon):
         assert message == (
-            f"optimizer state of 0.weight: expected that of {rules[0]}, got that of {rules[1]}. Load the weights "
-            "alone, without an optimizer, or build the optimizer that has saved it."
+            f"optimizer state of 0.weight: expected that of {rules[0]}, got that of {rules[1]}. Go on with "
+            "the optimizer, and the choice of matrices, that has saved it, or load the weights alone "
+            "(pretrain_gpt.py: --no-load-optim or --finetune)."
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,13 +25,29 @@ _UNSUPPORTED = (
     "optimizer_cuda_graph",
     "use_layer_wise_distributed_optimizer",
 )
+_OPTIMIZERS = ("adam", "sgd", "muon")
+
+
+@dataclass
+class FullyShardedOptimizerConfig(OptimizerConfig):
+    """megatron-core's config with further options of Muon, which has no effect with another optimizer.
+
+    Attributes:
+        muon_coefficient_type: coefficients of Newton-Schulz steps; a field of newer releases of megatron-core.
+        muon_split_gate_up: orthogonalise the two matrices of a gated MLP's first layer one by one.
+        muon_router_adam: leave the routers of experts to Adam.
+    """
+
+    muon_coefficient_type: str = "quintic"
+    muon_split_gate_up: bool = False
+    muon_router_adam: bool = False
 
 
 def check_config(config: OptimizerConfig) -> None:
     """Refuse fields that FSDP v2 does not support.
 
     Raises:
-        NotImplementedError: one of them is set.
+        NotImplementedError: one of them is set, or the optimizer is another.
     """
     for name in _UNSUPPORTED:
         if getattr(config, name, False):
@@ -38,6 +55,7 @@ def check_config(config: OptimizerConfig) -> None:
                 f"OptimizerConfig.{name}: expected False, got True; not supported with Megatron-FSDP v2 yet. "
                 f"Drop --{name.replace('_', '-')}."
             )
+    check_optimizer(config.optimizer)
     if config.overlap_param_gather_with_optimizer_step:
         raise NotImplementedError(
             "OptimizerConfig.overlap_param_gather_with_optimizer_step: expected False with Megatron-FSDP v2, got True. "
@@ -54,6 +72,25 @@ def check_config(config: OptimizerConfig) -> None:
         raise NotImplementedError(
             f"OptimizerConfig.fp8_recipe: expected None or 'delayed' with use_precision_aware_optimizer, got "
             f"{config.fp8_recipe!r}; not supported with Megatron-FSDP v2 yet. Drop one of the two."
+        )
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse the name of an optimizer that FSDP v2 does not have.
+
+    Raises:
+        NotImplementedError: it is one.
+    """
+    if name == "dist_muon":
+        raise NotImplementedError(
+            "OptimizerConfig.optimizer: expected one of 'adam', 'sgd' and 'muon' with Megatron-FSDP v2, got "
+            "'dist_muon'. Use 'muon', which shards what it keeps and computes each matrix on one rank."
+        )
+    if name not in _OPTIMIZERS:
+        raise NotImplementedError(
+            "OptimizerConfig.optimizer: expected one of 'adam', 'sgd' and 'muon' with Megatron-FSDP v2, got "
+            f"{name!r}; others, such as 'adaptive_muon', 'lion' and 'soap', are not supported yet. Use one "
+            "of the three."
         )
 
 
@@ -97,19 +134,15 @@ def check_gradient_dtypes(config: OptimizerConfig, dtypes: set[torch.dtype]) -> 
 def base_optimizer(
     config: OptimizerConfig, param_groups: Sequence[dict[str, Any]], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that megatron-core would use: TransformerEngine's or Apex's if installed, else torch's.
+    """Return the adam or sgd that megatron-core would use: TransformerEngine's or Apex's if installed, else torch's.
 
     Raises:
-        ValueError: neither adam nor sgd, or a precision-aware optimizer without one that takes ``decoupled_grad``.
+        ValueError: a precision-aware optimizer without one that takes ``decoupled_grad``.
     """
     settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if mcore_optimizer.USING_PYTORCH_OPTIMIZER and device.type != "cpu":
         settings["fused"] = True
-    if config.optimizer not in ("adam", "sgd"):
-        raise ValueError(
-            f"OptimizerConfig.optimizer: expected 'adam' or 'sgd' with Megatron-FSDP v2, got {config.optimizer!r}. "
-            "Use one of the two."
-        )
+    assert config.optimizer in ("adam", "sgd"), "check_config lets but one other pass, which is made elsewhere"
     if config.use_precision_aware_optimizer:
         settings.update(_precision_aware_settings(config))
     if config.optimizer == "sgd":

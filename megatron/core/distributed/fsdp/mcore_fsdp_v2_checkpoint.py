@@ -28,6 +28,7 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import get_ep_layer_offse
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.core.distributed.fsdp.experimental import CheckpointError, FsdpDTensor, rows_of
+from megatron.core.distributed.fsdp.experimental.checkpoint import require_same_kind
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import shared_name
 
 MODEL, STATE, SETTINGS = "model.", "optimizer.state.", "optimizer.param_to_group_meta."
@@ -36,6 +37,8 @@ _WRAPPER = "module."
 MODEL_WRAPPERS, OPTIMIZER_WRAPPERS = _WRAPPER, 3 * _WRAPPER
 _EXTRA_STATE = "_extra_state"
 _STEP = "step"
+_OF_MATRICES = "is_stack"
+"""A setting that matrices of Muon have, and no other parameters."""
 _LAYER = re.compile(r"(?!.*mtp).*layers\.\d+")
 _IN_LAYER = re.compile(r"(?P<layer>(?P<start>(?:.*?\.)?layers\.)\d+)(?=\.)")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+|(?<=mlp\.experts\.linear_fc[12]\.weight)\d+")
@@ -213,10 +216,18 @@ def find_optimizer(optimizer: Any, chunk: MegatronModule, keys: Iterable[str]) -
     """Return what to read into an optimizer's state, which is created, by the checkpoint's own keys.
 
     Step counts that the checkpoint holds as settings are none of it: `load_settings` takes those.
+
+    Raises:
+        CheckpointError: it is the state of another kind of optimizer.
     """
     keys = list(keys)
-    there = _by_canonical_name(keys, STATE)
-    counts = {place for place in _by_canonical_name(keys, SETTINGS) if place.endswith(f".{_STEP}")} - there.keys()
+    there, settings = _by_canonical_name(keys, STATE), _by_canonical_name(keys, SETTINGS)
+    counts = {place for place in settings if place.endswith(f".{_STEP}")} - there.keys()
+    if settings:
+        for name, mine in optimizer.sharded_state_dict({})["param_to_group_meta"].items():
+            was_matrix = f"{canonical_name(name)}.{_OF_MATRICES}" in settings
+            saved = {_OF_MATRICES: True, "algorithm": mine.get("algorithm", "muon")} if was_matrix else {}
+            require_same_kind(canonical_name(name), mine, saved)
     found = {}
     ours = optimizer.sharded_state_dict({}, is_loading=True)["state"]
     states = split_gated_states({canonical_name(name): values for name, values in ours.items()}, chunk.config)

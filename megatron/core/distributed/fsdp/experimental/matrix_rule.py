@@ -41,8 +41,9 @@ def require_same_rule(name: str, ours: Mapping[str, Any], saved: Mapping[str, An
     expected, found = map(_rule_of, (ours, saved))
     if expected != found:
         raise ValueError(
-            f"optimizer state of {name}: expected that of {expected}, got that of {found}. Load the weights alone, "
-            "without an optimizer, or build the optimizer that has saved it."
+            f"optimizer state of {name}: expected that of {expected}, got that of {found}. Go on with the optimizer, "
+            "and the choice of matrices, that has saved it, or load the weights alone (pretrain_gpt.py: "
+            "--no-load-optim or --finetune)."
         )
 
 
