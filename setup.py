@@ -31,6 +31,7 @@ setup(
         "megatron.core.optimizer.fully_sharded_optimizer",
         "megatron.core.optimizer.fully_sharded_optimizer_config",
         "megatron.core.optimizer.fully_sharded_optimizer_gradients",
+        "megatron.core.optimizer.fully_sharded_optimizer_muon",
         "megatron.core.optimizer.fully_sharded_optimizer_state",
     ],
     package_data={"megatron.core.distributed.fsdp.experimental": ["py.typed"]},

@@ -11,6 +11,7 @@ import argparse
 from megatron.pretrain.checkpoint_flags import add_checkpoint_flags
 from megatron.pretrain.low_bit_flags import add_low_bit_flags
 from megatron.pretrain.moe_flags import add_moe_flags
+from megatron.pretrain.muon_flags import add_muon_flags, optimizer_name
 from megatron.pretrain.parallelism_flags import add_parallelism
 from megatron.pretrain.precision_flags import add_precision_flags
 from megatron.pretrain.prediction_flags import add_prediction_flags
@@ -30,6 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         _add_training,
         add_recompute_flags,
         _add_optimizer,
+        add_muon_flags,
         add_precision_flags,
         add_quantized_gather_flags,
         add_low_bit_flags,
@@ -233,9 +235,9 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("optimizer and schedules").add_argument
     add(
         "--optimizer",
-        type=one_of("adam", "sgd"),
+        type=optimizer_name,
         default="adam",
-        help="adam (decoupled weight decay) or sgd",
+        help="adam (decoupled weight decay), sgd, or muon for matrices with adam for everything else",
     )
     add("--adam-beta1", type=decay, default=0.9, help="decay of the first moment")
     add("--adam-beta2", type=decay, default=0.999, help="decay of the second moment")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.launcher import Place, find_place, start_process_groups
+from megatron.pretrain.muon_flags import MUON_FLAGS
 from megatron.pretrain.outputs import check_outputs
 from megatron.pretrain.recompute_flags import check_layers_for_recompute
 from megatron.pretrain.requirements import CHECKPOINT_FLAGS, DDP_FLAGS, FSDP_V2_FLAGS, OUTPUT_FLAGS
@@ -130,7 +131,10 @@ def suggest_next(command: Command) -> str:
     It names no output, so that following it overwrites nothing. On several nodes it is the command of one of them.
     """
     is_v2 = command.args.use_megatron_fsdp_v2
-    words = _without(command.words, (*OUTPUT_FLAGS, *CHECKPOINT_FLAGS, *(FSDP_V2_FLAGS if is_v2 else DDP_FLAGS)))
+    others = FSDP_V2_FLAGS if is_v2 else DDP_FLAGS
+    if command.args.optimizer == "muon":  # DDP trains with Adam then.
+        others = (*others, "--optimizer", *MUON_FLAGS)
+    words = _without(command.words, (*OUTPUT_FLAGS, *CHECKPOINT_FLAGS, *others))
     if not is_v2:
         words.insert(0, "--use-megatron-fsdp-v2")
     launcher = ["python"]

@@ -22,6 +22,7 @@ _ROPE_SCALING = "Rotary frequencies follow from --rotary-base and --rotary-perce
 _GARBAGE = "Python's garbage collector runs by itself: drop the flag."
 _PROFILE = "Write --profile-schedule FOLDER, or start the script under a profiler."
 _WANDB = "Curves go to --tensorboard-dir, --log-json and --plot: give one of these instead."
+_OTHER_OPTIMIZERS = "Optimizers are adam, sgd and muon: drop the flag."
 _DEFAULT = "It is what this script does anyway: drop the flag."
 
 REFUSED_FLAGS: dict[str, str] = {
@@ -80,6 +81,8 @@ REFUSED_FLAGS: dict[str, str] = {
         ),
         _FP8,
     ),
+    "--muon-scalar-optimizer": "Whatever is no matrix is adam's: drop the flag.",
+    **dict.fromkeys(("--lion-beta1", "--lion-beta2"), _OTHER_OPTIMIZERS),
     "--reuse-grad-buf-for-mxfp8-param-ag": _MXFP8_BUFFERS,
     **dict.fromkeys(("--use-rope-scaling", "--rope-scaling-factor"), _ROPE_SCALING),
     **dict.fromkeys(("--manual-gc", "--manual-gc-interval", "--manual-gc-eval"), _GARBAGE),

@@ -18,6 +18,7 @@ from megatron.pretrain.low_bit_flags import (
     keeps_transposes,
 )
 from megatron.pretrain.moe_flags import EXPERT_FLAGS, balances_by_loss
+from megatron.pretrain.muon_flags import MUON_FLAGS, uses_tensor_parallelism
 from megatron.pretrain.precision_flags import DYNAMIC_SCALE_FLAGS, MOMENT_FLAGS, has_dynamic_scale
 from megatron.pretrain.prediction_flags import PREDICTION_FLAGS
 from megatron.pretrain.quantized_gather_flags import QUANTIZED_GATHER_FLAGS
@@ -132,7 +133,15 @@ REQUIREMENTS = (
         "--recompute-granularity selective",
         lambda a: a.recompute_granularity == "selective",
     ),
-    _R(_ADAM_FLAGS, "--optimizer adam", lambda a: a.optimizer == "adam"),
+    _R(_ADAM_FLAGS, "--optimizer adam or muon", lambda a: a.optimizer in ("adam", "muon")),
+    _R(MUON_FLAGS, "--optimizer muon", lambda a: a.optimizer == "muon"),
+    _R(("--muon-split-gate-up",), "--swiglu", lambda a: a.swiglu),
+    _R(("--muon-router-adam",), "--num-experts", lambda a: a.num_experts is not None),
+    _R(
+        ("--muon-tp-mode",),
+        "--tensor-model-parallel-size or --expert-tensor-parallel-size above 1",
+        uses_tensor_parallelism,
+    ),
     _R(("--sgd-momentum",), "--optimizer sgd", lambda a: a.optimizer == "sgd"),
     _R(_WSD_FLAGS, "--lr-decay-style WSD", lambda a: a.lr_decay_style == "WSD"),
     _R(

@@ -37,6 +37,7 @@ from megatron.pretrain.data import Batch, DataIterators
 from megatron.pretrain.full_iteration import FullIteration, IterationResult, require_gpu
 from megatron.pretrain.log import StepResult, TrainingLog
 from megatron.pretrain.model import DTYPES, build_model
+from megatron.pretrain.muon_flags import muon_config
 from megatron.pretrain.precision_flags import compute_dtype, optimizer_dtypes
 from megatron.pretrain.profiling import ScheduleProfiler
 from megatron.pretrain.stages import iterators_of, losses_on_every_stage, seed_of_stage
@@ -80,6 +81,8 @@ def build_train_state(
     )
     chunks = build_model(args)
     optimizer = _build_optimizer(args, chunks)
+    if args.optimizer == "muon":
+        log.print(f"What Muon steps on this rank:\n{optimizer.table}")
     scheduler = _build_scheduler(args, optimizer)
     config = get_model_config(chunks[0])
     config.grad_scale_func = optimizer.scale_loss
@@ -313,7 +316,8 @@ def _build_optimizer(args: argparse.Namespace, chunks: list[MegatronModule]) -> 
         from megatron.core.optimizer.fully_sharded_optimizer import get_megatron_optimizer
     else:
         from megatron.core.optimizer import get_megatron_optimizer
-    config = OptimizerConfig(
+    kind, of_muon = muon_config(args)
+    config = (kind or OptimizerConfig)(
         optimizer=args.optimizer,
         lr=args.lr,
         min_lr=args.min_lr,
@@ -334,6 +338,7 @@ def _build_optimizer(args: argparse.Namespace, chunks: list[MegatronModule]) -> 
         hysteresis=args.hysteresis,
         overlap_param_gather=args.overlap_param_gather,
         **_precision_aware(args),
+        **of_muon,
     )
     return get_megatron_optimizer(config, chunks)
 

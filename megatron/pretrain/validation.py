@@ -12,6 +12,7 @@ from megatron.pretrain.checkpoint_flags import complete_checkpoint_flags
 from megatron.pretrain.layouts import check_context_parallelism, check_tensor_parallelism, data_parallel_size
 from megatron.pretrain.low_bit_flags import check_low_bit_shapes, complete_low_bits
 from megatron.pretrain.moe_flags import complete_experts
+from megatron.pretrain.muon_flags import check_muon_flags
 from megatron.pretrain.pipeline import check_microbatches, complete_pipeline
 from megatron.pretrain.precision_flags import check_fsdp_dtypes, complete_precision
 from megatron.pretrain.prediction_flags import check_prediction
@@ -35,6 +36,7 @@ def validate(args: argparse.Namespace, world_size: int) -> None:
     choose_granularity(args)
     check_requirements(args)
     complete_precision(args)
+    check_muon_flags(args)
     check_quantized_gather_flags(args)
     complete_low_bits(args)
     num_copies = data_parallel_size(args, world_size)

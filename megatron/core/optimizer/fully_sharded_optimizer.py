@@ -8,6 +8,7 @@ buffers: there is nothing to copy between model and optimizer here.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from operator import attrgetter
@@ -21,6 +22,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.fsdp_dtensor_checkpoint import get_global_unique_param_name
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import log_single_rank
 from torch.distributed.tensor import DTensor
 
 from megatron.core import optimizer as mcore_optimizer
@@ -37,6 +39,7 @@ from megatron.core.optimizer.fully_sharded_optimizer_config import (
     grad_scaler_of,
 )
 from megatron.core.optimizer.fully_sharded_optimizer_gradients import WideGradients
+from megatron.core.optimizer.fully_sharded_optimizer_muon import check_muon, muon_optimizer
 from megatron.core.optimizer.fully_sharded_optimizer_state import (
     load_scaler_state,
     load_sharded_state,
@@ -44,6 +47,7 @@ from megatron.core.optimizer.fully_sharded_optimizer_state import (
     sharded_state,
 )
 
+_logger = logging.getLogger(__name__)
 _grad_of = attrgetter("grad")
 
 
@@ -76,6 +80,9 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         grad_scaler: loss scaler, or None for a loss that is not scaled.
         init_state_fn: megatron-core's state initialiser; kept for its interface, since state is made by a step.
         model_chunks: the chunks, wrapped by FSDP v2.
+
+    Attributes:
+        table: which parameters of this rank's chunks Muon steps, for a log; empty with another optimizer.
 
     Raises:
         NotImplementedError: a config field that FSDP v2 does not support.
@@ -117,6 +124,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         self._siblings = [p for chunk in model_chunks for p in chunk.parameters() if id(p) not in stepped]
         self._sibling_statistics = GradientStatistics(self.grad_stats_parallel_group, self.device)
         self._wide_gradients = WideGradients()
+        self.table = ""
         self._check_ownership()
 
     @staticmethod
@@ -133,6 +141,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
                 f"different ones for {len(model_chunks)} chunks. Wrap all of them with the same config."
             )
         check_config(config)
+        check_muon(config)
 
     def _check_ownership(self) -> None:
         owned = {id(parameter) for chunk in self.model_chunks for parameter in chunk.parameters()}
@@ -338,9 +347,9 @@ def get_megatron_optimizer(
     The signature is that of the installed megatron-core.
 
     Raises:
-        ValueError: FSDP v2 chunks together with others or without trainable parameters, or an optimizer that is
-            neither adam nor sgd.
-        NotImplementedError: `dump_param_to_param_group_map` with FSDP v2.
+        ValueError: FSDP v2 chunks together with others or without trainable parameters, or Muon for a model whose
+            matrices it cannot tell apart.
+        NotImplementedError: with FSDP v2 `dump_param_to_param_group_map`, or a config that it does not support.
     """
     sharded = [is_fully_sharded(chunk) for chunk in model_chunks]
     if not any(sharded):
@@ -379,7 +388,13 @@ def get_megatron_optimizer(
             f"get_megatron_optimizer model_chunks: expected trainable parameters, got none on ranks {where[:8]}. "
             "Unfreeze some on every pipeline stage, or train without an optimizer."
         )
-    base = base_optimizer(config, param_groups, model_chunks[0].device)
+    table = ""
+    if config.optimizer == "muon":
+        base, table = muon_optimizer(config, param_groups, model_chunks)
+        log_single_rank(_logger, logging.INFO, f"What Muon steps on the first rank:\n{table}")
+    else:
+        base = base_optimizer(config, param_groups, model_chunks[0].device)
     optimizer = FullyShardedOptimizer(base, config, grad_scaler_of(config), None, model_chunks)
+    optimizer.table = table
     optimizer.tp_group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
     return optimizer

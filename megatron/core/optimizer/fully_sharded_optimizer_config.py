@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,22 @@ _UNSUPPORTED = (
     "optimizer_cuda_graph",
     "use_layer_wise_distributed_optimizer",
 )
+_OPTIMIZERS = ("adam", "sgd", "muon")
+
+
+@dataclass
+class FullyShardedOptimizerConfig(OptimizerConfig):
+    """megatron-core's config with further options of Muon, which has no effect with another optimizer.
+
+    Attributes:
+        muon_coefficient_type: coefficients of Newton-Schulz steps; a field of newer releases of megatron-core.
+        muon_split_gate_up: orthogonalise the two matrices of a gated MLP's first layer one by one.
+        muon_router_adam: leave the routers of experts to Adam.
+    """
+
+    muon_coefficient_type: str = "quintic"
+    muon_split_gate_up: bool = False
+    muon_router_adam: bool = False
 
 
 def check_config(config: OptimizerConfig) -> None:
@@ -38,6 +55,17 @@ def check_config(config: OptimizerConfig) -> None:
                 f"OptimizerConfig.{name}: expected False, got True; not supported with Megatron-FSDP v2 yet. "
                 f"Drop --{name.replace('_', '-')}."
             )
+    if config.optimizer == "dist_muon":
+        raise NotImplementedError(
+            "OptimizerConfig.optimizer: expected one of 'adam', 'sgd' and 'muon' with Megatron-FSDP v2, got "
+            "'dist_muon'. Use 'muon', which shards what it keeps and computes each matrix on one rank."
+        )
+    if config.optimizer not in _OPTIMIZERS:
+        raise NotImplementedError(
+            "OptimizerConfig.optimizer: expected one of 'adam', 'sgd' and 'muon' with Megatron-FSDP v2, got "
+            f"{config.optimizer!r}; others, such as 'adaptive_muon', 'lion' and 'soap', are not supported yet. Use one "
+            "of the three."
+        )
     if config.overlap_param_gather_with_optimizer_step:
         raise NotImplementedError(
             "OptimizerConfig.overlap_param_gather_with_optimizer_step: expected False with Megatron-FSDP v2, got True. "
