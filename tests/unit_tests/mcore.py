@@ -41,21 +41,28 @@ VOCABULARY = 29
 SAMPLES = 2
 
 
-_layout = (0, 0)
+_layout: tuple[Any, ...] = ()
 
 
-def start(instances: int = 1, expert_parallel_size: int = 1) -> None:
-    """Initialise megatron-core's process groups; workers serve many tests, so only where a test wants others."""
+def start(instances: int = 1, expert_parallel_size: int = 1, **sizes: int) -> None:
+    """Initialise megatron-core's process groups; workers serve many tests, so only where a test wants others.
+
+    Args:
+        instances: of the distributed optimizer.
+        expert_parallel_size: ranks that share experts.
+        sizes: of other kinds of parallelism, by megatron-core's names.
+    """
     global _layout
+    wanted = (instances, expert_parallel_size, sizes)
     if parallel_state.model_parallel_is_initialized():
-        if _layout == (instances, expert_parallel_size):
+        if _layout == wanted:
             return
         parallel_state.destroy_model_parallel()
     with lasting_groups("parallel_state"):
         parallel_state.initialize_model_parallel(
-            num_distributed_optimizer_instances=instances, expert_model_parallel_size=expert_parallel_size
+            num_distributed_optimizer_instances=instances, expert_model_parallel_size=expert_parallel_size, **sizes
         )
-    _layout = instances, expert_parallel_size
+    _layout = wanted
 
 
 @contextmanager

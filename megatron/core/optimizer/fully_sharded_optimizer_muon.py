@@ -18,12 +18,9 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
-from megatron.core.distributed.fsdp.experimental.matrix_choice import MatrixChoice, MatrixParameter, describe_choice
-from megatron.core.distributed.fsdp.experimental.muon import Muon, MuonRule
+from megatron.core.distributed.fsdp.experimental import MatrixChoice, MatrixParameter, Muon, MuonRule, describe_choice
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_checkpoint import canonical_name, is_gated
 from megatron.core.optimizer.fully_sharded_optimizer_config import base_optimizer
-
-_LAYOUT = ("params", "is_stack", "parts", "joins_pieces")
 
 
 def check_muon(config: OptimizerConfig) -> None:

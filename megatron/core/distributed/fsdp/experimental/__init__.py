@@ -14,6 +14,7 @@ from .fully_shard import fully_shard, fully_shard_context
 from .graph import CapturedIteration, capture_iteration
 from .hooks import register_fsdp_forward_method
 from .lockstep import check_ranks
+from .matrix_choice import MatrixChoice, MatrixParameter, describe_choice
 from .matrix_optimizer import MatrixOptimizer
 from .matrix_rule import MatrixRule
 from .module import FsdpModule
@@ -40,7 +41,9 @@ __all__ = [
     "FsdpModule",
     "GradientStatistics",
     "LoadReport",
+    "MatrixChoice",
     "MatrixOptimizer",
+    "MatrixParameter",
     "MatrixRule",
     "MixedPrecisionPolicy",
     "Muon",
@@ -55,6 +58,7 @@ __all__ = [
     "check_shardable",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
+    "describe_choice",
     "fully_shard",
     "fully_shard_context",
     "fully_shard_muon",
