@@ -72,6 +72,11 @@ class TorchDistSource:
                     f"load of {self.path}: expected --no-load-rng, since generators of another wrapper's run mean "
                     "nothing here, got a run without it. Add the flag."
                 )
+            if loads_optimizer and state.args.optimizer == "muon":
+                raise CheckpointError(
+                    f"load of {self.path}: expected --no-load-optim with --optimizer muon, since state of "
+                    "megatron-core's DDP is read for Adam alone, got a run without it. Add the flag."
+                )
             if loads_optimizer:
                 groups = match_groups(saved_groups(common), state.optimizer.param_groups)
                 found = state.optimizer.sharded_state_dict({}, is_loading=True)["state"]

@@ -287,7 +287,8 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
             "sharded. Use sharded_state_dict() and a distributed checkpoint."
         )
 
-    def _named_parameters(self) -> dict[str, FsdpDTensor]:
+    def named_parameters(self) -> dict[str, FsdpDTensor]:
+        """Return the parameters by their names in checkpoints, which have wrappers' prefixes."""
         # megatron-core's function takes layers' numbers from the last of several chunks.
         chunk_of = {id(p): chunk for chunk in self.model_chunks for p in chunk.parameters()}
         return {shared_name(get_global_unique_param_name([chunk_of[id(p)]], p), p): p for p in self.get_parameters()}
@@ -309,10 +310,10 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         """
         if is_loading:
             self._create_state()
-        found = sharded_state(self.optimizer, self._named_parameters())
+        found = sharded_state(self.optimizer, self.named_parameters())
         if self.grad_scaler is not None and not found["state"]:
             self._create_state()
-            found = sharded_state(self.optimizer, self._named_parameters())
+            found = sharded_state(self.optimizer, self.named_parameters())
         scaler = scaler_state(self.grad_scaler)
         return {**found, "grad_scaler": scaler} if scaler else found
 
@@ -326,7 +327,7 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
         Warns:
             UserWarning: it has no state of a loss scaler, and there is a dynamic one.
         """
-        load_sharded_state(self.optimizer, self._named_parameters(), state_dict)
+        load_sharded_state(self.optimizer, self.named_parameters(), state_dict)
         load_scaler_state(self.grad_scaler, state_dict.get("grad_scaler", {}))
 
     def _create_state(self) -> None:

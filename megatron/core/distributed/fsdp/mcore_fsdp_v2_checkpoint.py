@@ -27,7 +27,8 @@ import torch
 from megatron.core.transformer.fsdp_dtensor_checkpoint import get_ep_layer_offset
 from megatron.core.transformer.module import MegatronModule
 
-from megatron.core.distributed.fsdp.experimental import CheckpointError, FsdpDTensor, rows_of
+from megatron.core.distributed.fsdp.experimental import CheckpointError, FsdpDTensor, MuonRule, rows_of
+from megatron.core.distributed.fsdp.experimental.checkpoint import require_same_rules
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import shared_name
 
 MODEL, STATE, SETTINGS = "model.", "optimizer.state.", "optimizer.param_to_group_meta."
@@ -36,6 +37,8 @@ _WRAPPER = "module."
 MODEL_WRAPPERS, OPTIMIZER_WRAPPERS = _WRAPPER, 3 * _WRAPPER
 _EXTRA_STATE = "_extra_state"
 _STEP = "step"
+_OF_MATRICES = "is_stack"
+"""A setting that matrices of Muon have, and no other parameters."""
 _LAYER = re.compile(r"(?!.*mtp).*layers\.\d+")
 _IN_LAYER = re.compile(r"(?P<layer>(?P<start>(?:.*?\.)?layers\.)\d+)(?=\.)")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+|(?<=mlp\.experts\.linear_fc[12]\.weight)\d+")
@@ -213,10 +216,15 @@ def find_optimizer(optimizer: Any, chunk: MegatronModule, keys: Iterable[str]) -
     """Return what to read into an optimizer's state, which is created, by the checkpoint's own keys.
 
     Step counts that the checkpoint holds as settings are none of it: `load_settings` takes those.
+
+    Raises:
+        CheckpointError: it is the state of another kind of optimizer.
     """
     keys = list(keys)
-    there = _by_canonical_name(keys, STATE)
-    counts = {place for place in _by_canonical_name(keys, SETTINGS) if place.endswith(f".{_STEP}")} - there.keys()
+    there, settings = _by_canonical_name(keys, STATE), _by_canonical_name(keys, SETTINGS)
+    counts = {place for place in settings if place.endswith(f".{_STEP}")} - there.keys()
+    if settings:
+        _refuse_other_rules(optimizer, settings)
     found = {}
     ours = optimizer.sharded_state_dict({}, is_loading=True)["state"]
     states = split_gated_states({canonical_name(name): values for name, values in ours.items()}, chunk.config)
@@ -226,6 +234,15 @@ def find_optimizer(optimizer: Any, chunk: MegatronModule, keys: Iterable[str]) -
                 place = f"{name}.{key}"
                 found[there.get(place, STATE + OPTIMIZER_WRAPPERS + place)] = value
     return found
+
+
+def _refuse_other_rules(optimizer: Any, settings: Iterable[str]) -> None:
+    """Refuse state of another kind of optimizer before it is read; its settings tell it by their names."""
+    there = set(settings)
+    named = {canonical_name(name): parameter for name, parameter in optimizer.named_parameters().items()}
+    of_matrices = {"algorithm": MuonRule.name, _OF_MATRICES: False}
+    saved = {name: of_matrices if f"{name}.{_OF_MATRICES}" in there else {} for name in named}
+    require_same_rules(optimizer.optimizer, named, saved)
 
 
 def _fused(name: str) -> str:

@@ -19,7 +19,7 @@ from .folder import (
 )
 from .locks import being_written
 from .manifest import checksum_file
-from .optimizer_state import create_state, set_settings, set_state, settings_by_name, state_by_name
+from .optimizer_state import create_state, require_same_rules, set_settings, set_state, settings_by_name, state_by_name
 from .pieces import Piece, is_whole, read_pieces
 from .planner import CompleteSavePlanner
 from .ranks import Ranks
@@ -54,6 +54,7 @@ __all__ = [
     "load_torch_file",
     "read_latest",
     "read_pieces",
+    "require_same_rules",
     "save_checkpoint",
     "set_settings",
     "set_state",

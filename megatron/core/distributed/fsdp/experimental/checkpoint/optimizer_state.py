@@ -54,7 +54,7 @@ def settings_by_name(optimizer: Any, named: Mapping[str, FsdpDTensor]) -> dict[s
 def set_settings(
     optimizer: Any, named: Mapping[str, FsdpDTensor], saved: Mapping[str, Mapping[str, Any]], *, strict: bool = True
 ) -> None:
-    """Give each group the settings that its parameters had, but for those that say how to compute a step.
+    """Give each group the settings that its parameters had, but for those that are the run's own.
 
     Args:
         optimizer: an adapted optimizer.
@@ -73,7 +73,7 @@ def set_settings(
         of_group = [names[id(parameter)] for parameter in group["params"]]
         found.append(_common_settings({name: saved.get(name) for name in of_group if strict or name in saved}))
     for group, settings in zip(optimizer.param_groups, found, strict=True):
-        group.update(copy.deepcopy({key: value for key, value in settings.items() if key not in _HOW}))
+        group.update(copy.deepcopy(dict(settings)))
 
 
 def require_same_rules(
@@ -98,8 +98,11 @@ def require_same_rules(
                 raise CheckpointError(str(error)) from error
 
 
-_HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})
-"""How a step is computed on the device of a run: that of the run that loads, not of the one that has saved."""
+_OWN = frozenset({"capturable", "differentiable", "foreach", "fused"}) | frozenset(
+    {"algorithm", "is_stack", "joins_pieces", "momentum_dtype", "parts", "travel_dtype"}
+)
+"""How a step is computed on the device of a run, and how its parameters hold matrices: settings of the run that loads,
+not of the one that has saved."""
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,11 +164,12 @@ def _zero_like(step: Any) -> Any:
 def _common_settings(by_name: Mapping[str, Mapping[str, Any] | None]) -> Mapping[str, Any]:
     """Return the settings that all parameters of one group share; none for a group without parameters."""
     first: tuple[str, Mapping[str, Any]] | None = None
-    for name, settings in by_name.items():
-        if settings is None:
+    for name, found in by_name.items():
+        if found is None:
             raise CheckpointError(
                 f"settings of {name}: expected them in the checkpoint, got none. Load a checkpoint of the same model."
             )
+        settings = {key: value for key, value in found.items() if key not in _OWN}
         if first is None:
             first = name, settings
         elif not _are_equal(settings, first[1]):
