@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
 from megatron.pretrain import data, main, training
+from megatron.pretrain.checkpointing import Checkpoints
 from megatron.pretrain.log import TrainingLog
 from tests.unit_tests import mcore
 
@@ -43,7 +44,7 @@ def read_args(flags: str) -> argparse.Namespace:
 
 @contextmanager
 def train_state(flags: str) -> Iterator[Any]:
-    """Build what pretrain_gpt.py trains; its iterations run inside."""
+    """Build, and load, what pretrain_gpt.py trains; its iterations run inside. Save it afterwards, with --save."""
     args = read_args(flags)
     mcore.start(
         args.num_distributed_optimizer_instances,
@@ -55,10 +56,14 @@ def train_state(flags: str) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch, mcore.cpu_shim():
         patch.setattr(MockGPTLowLevelDataset, "size", 100)  # Shuffling 100,000 documents takes most of the time.
         log = TrainingLog(args, is_writer=False)
-        state = training.build_train_state(args, data.build_iterators(args, 0), log)
+        checkpoints = Checkpoints(args, log)
+        iteration = checkpoints.open()
+        state = training.build_train_state(args, data.build_iterators(args, iteration), log, iteration)
+        checkpoints.load(state)
         for chunk in state.chunks:
             chunk.train()
         yield state
+        checkpoints.save(state, args.exit_interval or args.train_iters)
 
 
 def orthogonalized(matrix: torch.Tensor, precision: str = "medium") -> torch.Tensor:

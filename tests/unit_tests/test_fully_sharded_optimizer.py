@@ -1081,9 +1081,14 @@ def _refusals() -> None:
     config.grad_norm_skip_threshold = 3.0
     with pytest.raises(NotImplementedError, match=r"grad_norm_skip_threshold: expected inf, got 3\.0"):
         get_megatron_optimizer(config, [chunk])
-    for name in ("muon", "lion"):
-        with pytest.raises(ValueError, match=rf"OptimizerConfig\.optimizer: expected 'adam' or 'sgd' .*, got '{name}'"):
+    for name in ("adaptive_muon", "lion", "soap"):
+        match = (
+            rf"OptimizerConfig\.optimizer: expected one of 'adam', 'sgd' and 'muon' .*, got '{name}'; others, such as"
+        )
+        with pytest.raises(NotImplementedError, match=match):
             get_megatron_optimizer(optimizer_config(optimizer=name), [chunk])
+    with pytest.raises(NotImplementedError, match=r"got 'dist_muon'\. Use 'muon', which shards what it keeps"):
+        get_megatron_optimizer(optimizer_config(optimizer="dist_muon"), [chunk])
 
     def build(parameters: Any, chunks: Any = (chunk,), **changes: Any) -> FullyShardedOptimizer:
         base = torch.optim.SGD(parameters, lr=0.1)

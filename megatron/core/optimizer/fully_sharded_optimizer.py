@@ -140,8 +140,8 @@ class FullyShardedOptimizer(MixedPrecisionOptimizer):
                 "FullyShardedOptimizer model_chunks: expected chunks wrapped with equal data-parallel configs, got "
                 f"different ones for {len(model_chunks)} chunks. Wrap all of them with the same config."
             )
-        check_config(config)
         check_muon(config)
+        check_config(config)
 
     def _check_ownership(self) -> None:
         owned = {id(parameter) for chunk in self.model_chunks for parameter in chunk.parameters()}

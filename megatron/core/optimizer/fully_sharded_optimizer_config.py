@@ -47,7 +47,7 @@ def check_config(config: OptimizerConfig) -> None:
     """Refuse fields that FSDP v2 does not support.
 
     Raises:
-        NotImplementedError: one of them is set.
+        NotImplementedError: one of them is set, or the optimizer is another.
     """
     for name in _UNSUPPORTED:
         if getattr(config, name, False):
@@ -125,19 +125,15 @@ def check_gradient_dtypes(config: OptimizerConfig, dtypes: set[torch.dtype]) -> 
 def base_optimizer(
     config: OptimizerConfig, param_groups: Sequence[dict[str, Any]], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that megatron-core would use: TransformerEngine's or Apex's if installed, else torch's.
+    """Return the adam or sgd that megatron-core would use: TransformerEngine's or Apex's if installed, else torch's.
 
     Raises:
-        ValueError: neither adam nor sgd, or a precision-aware optimizer without one that takes ``decoupled_grad``.
+        ValueError: a precision-aware optimizer without one that takes ``decoupled_grad``.
     """
     settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if mcore_optimizer.USING_PYTORCH_OPTIMIZER and device.type != "cpu":
         settings["fused"] = True
-    if config.optimizer not in ("adam", "sgd"):
-        raise ValueError(
-            f"OptimizerConfig.optimizer: expected 'adam' or 'sgd' with Megatron-FSDP v2, got {config.optimizer!r}. "
-            "Use one of the two."
-        )
+    assert config.optimizer in ("adam", "sgd"), "check_config lets but one other pass, which is made elsewhere"
     if config.use_precision_aware_optimizer:
         settings.update(_precision_aware_settings(config))
     if config.optimizer == "sgd":
