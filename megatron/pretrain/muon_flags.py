@@ -7,12 +7,9 @@ What Muon computes, and which parameters are matrices, is Megatron-FSDP v2's aff
 
 import argparse
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.pretrain.values import above_zero, decay, integer, one_of
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer.fully_sharded_optimizer_config import FullyShardedOptimizerConfig
 
 OPTIMIZERS = ("adam", "sgd", "muon")
 NESTEROV_FLAGS = ("--muon-nesterov", "--muon-use-nesterov")
@@ -120,17 +117,15 @@ def uses_tensor_parallelism(args: argparse.Namespace) -> bool:
     return bool(args.tensor_model_parallel_size > 1 or (args.expert_tensor_parallel_size or 1) > 1)
 
 
-def muon_config(args: argparse.Namespace) -> tuple[type["FullyShardedOptimizerConfig"] | None, dict[str, Any]]:
-    """Return the class of megatron-core's optimizer config that Muon has, and the fields that its flags set.
+def muon_fields(args: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
+    """Return the fields of an optimizer config that Muon's flags set; none with another optimizer.
 
-    Returns:
-        None, for megatron-core's own, and no fields without Muon.
+    Args:
+        args: Validated arguments.
+        config: Its class, whose fields have other names in older releases of megatron-core.
     """
     if args.optimizer != "muon":
-        return None, {}
-    from megatron.core.optimizer.fully_sharded_optimizer_config import FullyShardedOptimizerConfig
-
-    known = {field.name for field in fields(FullyShardedOptimizerConfig)}
+        return {}
+    known = {field.name for field in fields(config)}
     nesterov = "muon_nesterov" if "muon_nesterov" in known else "muon_use_nesterov"
-    values = {name: getattr(args, name) for name in _FIELDS}
-    return FullyShardedOptimizerConfig, {**values, nesterov: args.muon_nesterov}
+    return {**{name: getattr(args, name) for name in _FIELDS}, nesterov: args.muon_nesterov}

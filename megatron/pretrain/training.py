@@ -37,7 +37,7 @@ from megatron.pretrain.data import Batch, DataIterators
 from megatron.pretrain.full_iteration import FullIteration, IterationResult, require_gpu
 from megatron.pretrain.log import StepResult, TrainingLog
 from megatron.pretrain.model import DTYPES, build_model
-from megatron.pretrain.muon_flags import muon_config
+from megatron.pretrain.muon_flags import muon_fields
 from megatron.pretrain.precision_flags import compute_dtype, optimizer_dtypes
 from megatron.pretrain.profiling import ScheduleProfiler
 from megatron.pretrain.stages import iterators_of, losses_on_every_stage, seed_of_stage
@@ -312,12 +312,13 @@ def _one_or_all(functions: list[Any]) -> Any:
 
 
 def _build_optimizer(args: argparse.Namespace, chunks: list[MegatronModule]) -> Any:
+    kind: type[OptimizerConfig] = OptimizerConfig
     if args.use_megatron_fsdp_v2:
         from megatron.core.optimizer.fully_sharded_optimizer import get_megatron_optimizer
+        from megatron.core.optimizer.fully_sharded_optimizer_config import FullyShardedOptimizerConfig as kind
     else:
         from megatron.core.optimizer import get_megatron_optimizer
-    kind, of_muon = muon_config(args)
-    config = (kind or OptimizerConfig)(
+    config = kind(
         optimizer=args.optimizer,
         lr=args.lr,
         min_lr=args.min_lr,
@@ -338,7 +339,7 @@ def _build_optimizer(args: argparse.Namespace, chunks: list[MegatronModule]) -> 
         hysteresis=args.hysteresis,
         overlap_param_gather=args.overlap_param_gather,
         **_precision_aware(args),
-        **of_muon,
+        **muon_fields(args, kind),
     )
     return get_megatron_optimizer(config, chunks)
 

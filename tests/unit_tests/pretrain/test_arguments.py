@@ -80,6 +80,8 @@ def test_hints_name_flags_that_exist() -> None:
         ("--main-grads-dtype", "--megatron-fsdp-main-grads-dtype"),
         ("--overlap-param-gather-with-optimizer-step", "there is no gather to start within the step"),
         ("--cross-entropy-loss-fusion", "--transformer-impl"),
+        ("--muon-scalar-optimizer", "Whatever is no matrix is adam's"),
+        ("--lion-beta1", "Optimizers are adam, sgd and muon"),
     ],
 )
 def test_common_flags_of_megatron_lm_name_the_cure(flag: str, cure: str) -> None:
@@ -106,7 +108,11 @@ def test_common_flags_of_megatron_lm_name_the_cure(flag: str, cure: str) -> None
         (["--exp-avg-dtype", "fp16"], "expected one of fp32, bf16, got 'fp16' for --exp-avg-dtype"),
         (["--seed", "0"], r"expected an integer in \[1, 4294967295\], got '0' for --seed"),
         (["--seed", "4294967296"], r"expected an integer in \[1, 4294967295\], got '4294967296' for --seed"),
-        (["--optimizer", "lion"], "expected one of adam, sgd, got 'lion' for --optimizer"),
+        (["--optimizer", "lion"], "expected one of adam, sgd, muon, got 'lion' for --optimizer"),
+        (["--optimizer", "dist_muon"], "expected muon, which shards what it keeps .*, got 'dist_muon' for --optimizer"),
+        (["--muon-num-ns-steps", "0"], r"expected an integer in \[1, 99\], got '0' for --muon-num-ns-steps"),
+        (["--muon-momentum", "1"], r"expected a number in \[0, 1\), got '1' for --muon-momentum"),
+        (["--muon-fp32-matmul-prec", "low"], "expected one of medium, high, highest, got 'low' for --muon-fp32"),
         (["--lr"], "expected one argument, got no value for --lr"),
         (["--data-path"], "expected at least one argument, got no value for --data-path"),
         (["--swiglu=1"], "ignored explicit argument '1', got a bad one for --swiglu"),

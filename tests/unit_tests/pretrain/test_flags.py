@@ -12,8 +12,10 @@ import torch
 import megatron.core.distributed
 import megatron.core.optimizer
 import megatron.core.optimizer.fully_sharded_optimizer
+import megatron.core.optimizer.fully_sharded_optimizer_config
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_adapter
 from megatron.core.distributed.fsdp.experimental import Fp8Recipe, Mxfp8Recipe, Nvfp4Recipe
+from megatron.core.optimizer import OptimizerConfig
 from megatron.pretrain import data, low_bit_flags, model, precision_flags, training
 from megatron.pretrain.arguments import _build_parser
 from megatron.pretrain.low_bit_flags import DELAYED_FLAGS, EDGE_FLAGS, FP8_FLAGS
@@ -28,6 +30,9 @@ NO_BIAS = "--disable-bias-linear"
 MOE = f"--num-experts 4 {NO_BIAS}"
 BIASED = f"--moe-router-score-function sigmoid {MOE}"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 30"
+MUON = f"--optimizer muon {V2}"
+NESTEROV = "muon_nesterov" if hasattr(OptimizerConfig, "muon_nesterov") else "muon_use_nesterov"
+"""The field's name in the installed megatron-core."""
 GROWING = "--weight-decay-incr-style linear --start-weight-decay 0.25 --end-weight-decay 0.5"
 
 # (command line, what is built, field, value); the first flag of the line is the one that is tested.
@@ -106,6 +111,20 @@ CASES = [
     ("--num-workers 1", "loader", "num_workers", 1),
     ("--micro-batch-size 2", "loader", "batch_sampler", [[0, 1], [2, 3], [4, 5], [6, 7]]),
     ("--optimizer sgd", "optimizer", "optimizer", "sgd"),
+    (f"--optimizer muon {V2}", "optimizer", "optimizer", "muon"),
+    (f"--adam-beta1 0.5 {MUON}", "optimizer", "adam_beta1", 0.5),
+    (f"--muon-momentum 0.5 {MUON}", "optimizer", "muon_momentum", 0.5),
+    (f"--muon-nesterov {MUON}", "optimizer", NESTEROV, True),
+    (f"--muon-use-nesterov {MUON}", "optimizer", NESTEROV, True),
+    (f"--muon-no-split-qkv {MUON}", "optimizer", "muon_split_qkv", False),
+    (f"--muon-split-gate-up --swiglu {MUON}", "optimizer", "muon_split_gate_up", True),
+    (f"--muon-router-adam {MOE} {MUON}", "optimizer", "muon_router_adam", True),
+    (f"--muon-scale-mode unit_rms_norm {MUON}", "optimizer", "muon_scale_mode", "unit_rms_norm"),
+    (f"--muon-extra-scale-factor 0.2 {MUON}", "optimizer", "muon_extra_scale_factor", 0.2),
+    (f"--muon-num-ns-steps 7 {MUON}", "optimizer", "muon_num_ns_steps", 7),
+    (f"--muon-coefficient-type simple {MUON}", "optimizer", "muon_coefficient_type", "simple"),
+    (f"--muon-fp32-matmul-prec high {MUON}", "optimizer", "muon_fp32_matmul_prec", "high"),
+    (f"--muon-tp-mode duplicated --tensor-model-parallel-size 2 {MUON}", "optimizer", "muon_tp_mode", "duplicated"),
     ("--adam-beta1 0.5", "optimizer", "adam_beta1", 0.5),
     ("--adam-beta2 0.5", "optimizer", "adam_beta2", 0.5),
     ("--adam-eps 0.5", "optimizer", "adam_eps", 0.5),
@@ -292,7 +311,8 @@ def seed_of_the_run(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -
 def test_a_flag_arrives(line: str, what: str, field: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = build(what, read_command([], {}).args if V2 not in line else read_command([V2], {}).args, monkeypatch)
     assert line == V2 or plain[field] != value, "the default is no test"
-    environment = FOUR_RANKS if "expert-model" in line else TWO_RANKS if "instances" in line else {}
+    has_two = "instances" in line or "tensor-model" in line
+    environment = FOUR_RANKS if "expert-model" in line else TWO_RANKS if has_two else {}
     assert build(what, read_command(line.split(), environment).args, monkeypatch)[field] == value
 
 
@@ -309,7 +329,8 @@ def test_gradients_of_fp16_are_fp32_on_request_and_checked_with_a_constant_scale
 def test_a_precision_aware_optimizer_is_told_the_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core's config refuses itself without TransformerEngine, so that its arguments are recorded."""
     monkeypatch.setattr(precision_flags.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(training, "OptimizerConfig", lambda **fields: fields)
+    config = megatron.core.optimizer.fully_sharded_optimizer_config
+    monkeypatch.setattr(config, "FullyShardedOptimizerConfig", lambda **fields: fields)
     optimizer = megatron.core.optimizer.fully_sharded_optimizer
     monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda config, chunks: config)
     line = f"{V2} --use-precision-aware-optimizer --fp16 --exp-avg-dtype bf16"

@@ -20,6 +20,11 @@ def test_next_drops_the_flags_of_the_wrapper_that_was_used() -> None:
     assert suggest_next(command) == "torchrun --nproc_per_node 2 pretrain_gpt.py --num-layers 2"
 
 
+def test_next_after_muon_is_adam_with_the_other_wrapper() -> None:
+    line = "--optimizer muon --muon-momentum 0.9 --use-megatron-fsdp-v2 --muon-no-split-qkv --lr 1e-2"
+    assert suggest_next(read_command(line.split(), {})) == "python pretrain_gpt.py --lr 1e-2"
+
+
 def test_next_overwrites_no_output_and_counts_the_ranks_of_one_node(tmp_path: Path) -> None:
     folder = str(tmp_path)
     line = (

@@ -144,6 +144,19 @@ def test_a_precision_aware_optimizer_needs_transformer_engine(monkeypatch: pytes
         checked(f"{line} --cuda-graph-impl full_iteration")
 
 
+def test_muon_needs_megatron_fsdp_v2() -> None:
+    with pytest.raises(ValueError, match=r"expected --use-megatron-fsdp-v2, .* for --optimizer muon. Add it; with meg"):
+        checked("--optimizer muon")
+    with pytest.raises(
+        NotImplementedError, match="expected --bf16 or fp32 with Muon, .* got --fp16 for --optimizer mu"
+    ):
+        checked("--optimizer muon --use-megatron-fsdp-v2 --fp16")
+    line = "--optimizer muon --use-megatron-fsdp-v2 --tensor-model-parallel-size 2 --muon-tp-mode"
+    with pytest.raises(NotImplementedError, match="got distributed for --muon-tp-mode. Write duplicated: each whole"):
+        checked(f"{line} distributed", world_size=2)
+    assert checked(f"{line} duplicated", world_size=2).muon_tp_mode == "duplicated"
+
+
 FP8 = "--bf16 --fp8-format hybrid"
 
 
@@ -400,6 +413,20 @@ IDLE = [
     "--adam-beta2 0.5 --optimizer sgd",
     "--adam-eps 0.5 --optimizer sgd",
     "--sgd-momentum 0.5",
+    "--sgd-momentum 0.5 --optimizer muon --use-megatron-fsdp-v2",
+    "--muon-momentum 0.5",
+    "--muon-nesterov",
+    "--muon-use-nesterov --optimizer sgd",
+    "--muon-no-split-qkv",
+    "--muon-split-gate-up --swiglu",
+    "--muon-split-gate-up --optimizer muon --use-megatron-fsdp-v2",
+    "--muon-router-adam --optimizer muon --use-megatron-fsdp-v2",
+    "--muon-scale-mode spectral",
+    "--muon-extra-scale-factor 2",
+    "--muon-num-ns-steps 5",
+    "--muon-coefficient-type simple",
+    "--muon-fp32-matmul-prec high",
+    "--muon-tp-mode duplicated --optimizer muon --use-megatron-fsdp-v2",
     "--lr-wsd-decay-style linear",
     "--lr-wsd-decay-iters 5",
     "--start-weight-decay 1",
@@ -520,6 +547,7 @@ def test_every_flag_of_the_table_is_tried() -> None:
         "--lr-decay-style WSD --lr-wsd-decay-iters 90 --lr-warmup-iters 10",
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "--optimizer sgd --sgd-momentum 0.5",
+        "--optimizer muon --use-megatron-fsdp-v2 --bf16 --adam-beta1 0.8 --muon-nesterov --muon-num-ns-steps 8",
         "--use-megatron-fsdp-v2 --fp16 --megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype fp16",
         "--fp16 --loss-scale 8 --no-check-for-nan-in-loss-and-grad",
     ],
