@@ -148,11 +148,11 @@ def test_muon_needs_megatron_fsdp_v2() -> None:
     with pytest.raises(ValueError, match=r"expected --use-megatron-fsdp-v2, .* for --optimizer muon. Add it; with meg"):
         checked("--optimizer muon")
     with pytest.raises(
-        NotImplementedError, match="expected --bf16 or fp32 with Muon, .* got --fp16 for --optimizer mu"
+        NotImplementedError, match=r"expected --bf16 or fp32 with Muon, .* got --fp16 for --optimizer mu"
     ):
         checked("--optimizer muon --use-megatron-fsdp-v2 --fp16")
     line = "--optimizer muon --use-megatron-fsdp-v2 --tensor-model-parallel-size 2 --muon-tp-mode"
-    with pytest.raises(NotImplementedError, match="got distributed for --muon-tp-mode. Write duplicated: each whole"):
+    with pytest.raises(NotImplementedError, match=r"got distributed for --muon-tp-mode. Write duplicated: each whole"):
         checked(f"{line} distributed", world_size=2)
     assert checked(f"{line} duplicated", world_size=2).muon_tp_mode == "duplicated"
 
