@@ -159,11 +159,11 @@ class Plain:
             assert torch.equal(self._whole(momentum, parameter, group), self.momenta[id(parameter)]), name
 
 
-def train_beside_plain(flags: str, steps: int = 10) -> list[Any]:
+def train_beside_plain(flags: str, steps: int = 10, kind: type[Plain] = Plain) -> list[Any]:
     """Train, and require what a loop over whole tensors gives after each step; return the results of the steps."""
     results = []
     with train_state(f"{TINY} {flags}") as state:
-        plain = Plain(state.optimizer)
+        plain = kind(state.optimizer)
         original = state.optimizer.step_with_ready_grads
 
         def step() -> Any:
