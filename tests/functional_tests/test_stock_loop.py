@@ -134,6 +134,31 @@ def test_checkpoints_move_to_pretrain_gpt_and_back(saved: tuple[Lines, Path], tm
     assert float(back.norms[5]) == pytest.approx(float(straight.norms[5]), rel=2e-2)
 
 
+def test_muon_trains_goes_on_and_refuses_adams_checkpoint(saved: tuple[Lines, Path], tmp_path: Path) -> None:
+    muon = (V2, "--optimizer", "muon", "--muon-nesterov", "--muon-split-gate-up")
+    save = ("--save", str(tmp_path), "--save-interval", "3")
+    straight = run(*FLAGS, *muon, *save)
+    assert list(straight.losses) == [1, 2, 3, 4, 5] and straight.losses[1] == saved[0].losses[1]
+    assert straight.losses[3] != saved[0].losses[3]
+    expected = load_tensors(tmp_path / "iter_0000005")
+    folder = tmp_path / "gone_on"
+    save_again = ("--save", str(folder), "--save-interval", "5")
+    found = run(*FLAGS, *muon, "--load", str(tmp_path), "--ckpt-step", "3", *save_again)
+    assert found.norms == {iteration: straight.norms[iteration] for iteration in (4, 5)}
+    have = load_tensors(folder / "iter_0000005")
+    assert sum(key.endswith(".momentum_buffer") for key in expected) == 10 and have.keys() == expected.keys()
+    assert all(torch.equal(have[key], value) for key, value in expected.items())
+    ours = launch_forked((*OURS, *muon[1:], "--load", str(tmp_path), "--ckpt-step", "3"), 2, TIMEOUT_S)
+    assert ours.returncode == 0, ours.stderr[-4000:]
+    # Its attention is another kernel, in bf16.
+    assert ours.series("lm_loss")[0] == pytest.approx(float(straight.losses[4]), rel=2e-3)
+    # The loop reads before it asks the optimizer, so that the message is torch's.
+    with tempfile.TemporaryDirectory() as logs:
+        words = (*FLAGS, *muon, "--load", str(saved[1]))
+        for code, _, stderr in run_forked(words, 2, free_port(), Path(logs), TIMEOUT_S, script=SCRIPT):
+            assert code != 0 and "Missing key in checkpoint state_dict: optimizer.state." in stderr, stderr[-4000:]
+
+
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +266,9 @@ REFUSED = {
     "--ddp-bucket-size": (("1000",), r"ddp_config\.bucket_size: expected None, got 1000"),
     "--fsdp-double-buffer": ((), r"ddp_config\.fsdp_double_buffer: expected False, got True"),
     "--cuda-graph-impl": (("local", "--te-rng-tracker"), "cuda_graph_impl: expected it off, got 'local'"),
+    "--optimizer": (("dist_muon",), "got 'dist_muon'. Use 'muon'"),
+    "--muon-tp-mode": (("distributed", "--optimizer", "muon"), "each whole matrix is computed once, by one rank"),
+    "--muon-scalar-optimizer": (("lion", "--optimizer", "muon"), "muon_scalar_optimizer: expected 'adam'"),
     "--optimizer-cpu-offload": (
         ("--use-precision-aware-optimizer",),
         r"OptimizerConfig\.optimizer_cpu_offload: expected False, got True",
@@ -274,6 +302,8 @@ def test_refused_arguments_are_known_to_the_loop(handle: MegatronTraining, monke
         ("--megatron-fsdp-min-unit-numel", "9"),
         ("--expert-data-parallel-sharding-strategy", "optim"),
         ("--expert-outer-dp-sharding-strategy", "optim"),
+        ("--muon-split-gate-up",),
+        ("--muon-router-adam",),
     ],
 )
 def test_flags_of_v2_alone_are_refused(
@@ -281,6 +311,16 @@ def test_flags_of_v2_alone_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"expected --use-megatron-fsdp-v2, got a run without it for .*{words[0]}"):
         _parse(monkeypatch, (*FLAGS, *words))
+
+
+def test_muons_flags_arrive_and_need_muon(handle: MegatronTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match=r"expected --optimizer muon, got a run without it for \['--muon-split-gate-up'"
+    ):
+        _parse(monkeypatch, (*FLAGS, V2, "--muon-split-gate-up"))
+    args = _parse(monkeypatch, (*FLAGS, V2, "--optimizer", "muon", "--muon-router-adam"))
+    assert (args.optimizer, args.muon_router_adam, args.muon_split_gate_up) == ("muon", True, False)
+    assert not args.use_layer_wise_distributed_optimizer
 
 
 def test_strategies_of_experts_arrive_and_need_experts_that_ranks_share(

@@ -55,17 +55,7 @@ def check_config(config: OptimizerConfig) -> None:
                 f"OptimizerConfig.{name}: expected False, got True; not supported with Megatron-FSDP v2 yet. "
                 f"Drop --{name.replace('_', '-')}."
             )
-    if config.optimizer == "dist_muon":
-        raise NotImplementedError(
-            "OptimizerConfig.optimizer: expected one of 'adam', 'sgd' and 'muon' with Megatron-FSDP v2, got "
-            "'dist_muon'. Use 'muon', which shards what it keeps and computes each matrix on one rank."
-        )
-    if config.optimizer not in _OPTIMIZERS:
-        raise NotImplementedError(
-            "OptimizerConfig.optimizer: expected one of 'adam', 'sgd' and 'muon' with Megatron-FSDP v2, got "
-            f"{config.optimizer!r}; others, such as 'adaptive_muon', 'lion' and 'soap', are not supported yet. Use one "
-            "of the three."
-        )
+    check_optimizer(config.optimizer)
     if config.overlap_param_gather_with_optimizer_step:
         raise NotImplementedError(
             "OptimizerConfig.overlap_param_gather_with_optimizer_step: expected False with Megatron-FSDP v2, got True. "
@@ -82,6 +72,25 @@ def check_config(config: OptimizerConfig) -> None:
         raise NotImplementedError(
             f"OptimizerConfig.fp8_recipe: expected None or 'delayed' with use_precision_aware_optimizer, got "
             f"{config.fp8_recipe!r}; not supported with Megatron-FSDP v2 yet. Drop one of the two."
+        )
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse the name of an optimizer that FSDP v2 does not have.
+
+    Raises:
+        NotImplementedError: it is one.
+    """
+    if name == "dist_muon":
+        raise NotImplementedError(
+            "OptimizerConfig.optimizer: expected one of 'adam', 'sgd' and 'muon' with Megatron-FSDP v2, got "
+            "'dist_muon'. Use 'muon', which shards what it keeps and computes each matrix on one rank."
+        )
+    if name not in _OPTIMIZERS:
+        raise NotImplementedError(
+            "OptimizerConfig.optimizer: expected one of 'adam', 'sgd' and 'muon' with Megatron-FSDP v2, got "
+            f"{name!r}; others, such as 'adaptive_muon', 'lion' and 'soap', are not supported yet. Use one "
+            "of the three."
         )
 
 

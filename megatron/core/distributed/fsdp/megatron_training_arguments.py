@@ -24,7 +24,8 @@ from megatron.core.distributed.fsdp.mcore_fsdp_v2_config import (
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_experts import check_expert_strategies
 from megatron.core.distributed.fsdp.megatron_training import Seam
-from megatron.core.optimizer.fully_sharded_optimizer_config import check_config
+from megatron.core.optimizer.fully_sharded_optimizer_config import check_config, check_optimizer
+from megatron.core.optimizer.fully_sharded_optimizer_muon import check_muon
 
 FORMAT = "fsdp_dtensor"
 _FLAGS = {
@@ -35,6 +36,9 @@ _FLAGS = {
     "--megatron-fsdp-min-unit-numel": "megatron_fsdp_min_unit_numel",
 }
 """Flags of FSDP v2 alone, and the fields of its config that they set."""
+
+MUON_FLAGS = {"--muon-split-gate-up": "muon_split_gate_up", "--muon-router-adam": "muon_router_adam"}
+"""Flags of FSDP v2's Muon alone, and the fields of its config that they set; the loop has the others."""
 
 _REFUSED: dict[str, tuple[Any, str]] = {
     "use_megatron_fsdp": (False, "--use-megatron-fsdp"),
@@ -130,13 +134,23 @@ def _declaring(stock: Any) -> Any:
             default=0,
             help="join neighbouring layers until they have so many parameters",
         )
+        add(
+            "--muon-split-gate-up",
+            action="store_true",
+            help="with --optimizer muon: orthogonalise the two matrices of a gated MLP's first layer one by one",
+        )
+        add(
+            "--muon-router-adam",
+            action="store_true",
+            help="with --optimizer muon: leave the routers of experts to Adam",
+        )
         return parser
 
     return add_megatron_arguments
 
 
 def _check_unused(args: argparse.Namespace) -> None:
-    given = [flag for flag, name in _FLAGS.items() if getattr(args, name)]
+    given = [flag for flag, name in {**_FLAGS, **MUON_FLAGS}.items() if getattr(args, name)]
     if given:
         raise ValueError(
             f"Flag without effect: expected --use-megatron-fsdp-v2, got a run without it for {given}. Add it, or drop "
@@ -162,7 +176,15 @@ def _validate(stock: Any, args: argparse.Namespace, defaults: dict[str, Any]) ->
             f"--ckpt-format: expected {FORMAT} with --use-megatron-fsdp-v2, got {args.ckpt_format}; the loop has no "
             "other for sharded models. Drop it."
         )
+    check_optimizer(args.optimizer)
+    if args.optimizer != "muon" and (given := [flag for flag, name in MUON_FLAGS.items() if getattr(args, name)]):
+        raise ValueError(
+            f"Flag without effect: expected --optimizer muon, got a run without it for {given}. Add it, or drop them."
+        )
     asked = {name: getattr(args, name) for name in _FORCED}
+    if args.optimizer == "muon":
+        # The loop's own Muon is none for sharded models, which it says of its own FSDP; ours takes what Adam does.
+        asked["optimizer"], args.optimizer = args.optimizer, "adam"
     # The loop takes our wrapper for its own, at all the places where a sharded model differs.
     args.use_megatron_fsdp = True
     args.ckpt_format = FORMAT
@@ -180,7 +202,9 @@ def _validate(stock: Any, args: argparse.Namespace, defaults: dict[str, Any]) ->
     check_ddp_config(ddp_config(args))
     check_expert_strategies(ddp_config(args), config)
     check_overlap(config, ddp_config(args))
-    check_config(get_megatron_optimizer_config(args)[0])
+    optimizer_config = get_megatron_optimizer_config(args)[0]
+    check_muon(optimizer_config)
+    check_config(optimizer_config)
     return args
 
 

@@ -19,6 +19,7 @@ from megatron.core.distributed.fsdp import mcore_fsdp_v2_checkpoint as names
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_adapter import FullyShardedDataParallel, is_fully_sharded
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_finalize import finalize_model_grads
 from megatron.core.distributed.fsdp.megatron_training import Seam
+from megatron.core.distributed.fsdp.megatron_training_arguments import MUON_FLAGS
 from megatron.core.distributed.fsdp.megatron_training_arguments import ddp_config as config_of_arguments
 from megatron.core.optimizer.fully_sharded_optimizer import get_megatron_optimizer
 
@@ -76,6 +77,8 @@ def _guarded_optimizer(stock: Any) -> Any:
                 f"{foreign}; validate_args was imported before enable_megatron_fsdp_v2(), or the arguments come from "
                 "--yaml-cfg. Make that call first, and give flags."
             )
+        for name in MUON_FLAGS.values():
+            setattr(config, name, getattr(get_args(), name))
         return get_megatron_optimizer(config, model_chunks, *args, **kwargs)
 
     return get_optimizer
