@@ -314,9 +314,7 @@ def test_flags_of_v2_alone_are_refused(
 
 
 def test_muons_flags_arrive_and_need_muon(handle: MegatronTraining, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ValueError, match=r"expected --optimizer muon, got a run without it for \['--muon-split-g"
-    ):
+    with pytest.raises(ValueError, match=r"expected --optimizer muon, got a run without it for \['--muon-split-g"):
         _parse(monkeypatch, (*FLAGS, V2, "--muon-split-gate-up"))
     args = _parse(monkeypatch, (*FLAGS, V2, "--optimizer", "muon", "--muon-router-adam"))
     assert (args.optimizer, args.muon_router_adam, args.muon_split_gate_up) == ("muon", True, False)
