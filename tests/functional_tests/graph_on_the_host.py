@@ -22,24 +22,25 @@ def main() -> None:
     install()
     import torch
 
-    from megatron.core.optimizer import fully_sharded_optimizer
+    from megatron.core.optimizer import fully_sharded_optimizer, fully_sharded_optimizer_muon
     from megatron.pretrain import training
     from tests.unit_tests.graph_double import RepeatingDevice, graphs_on_the_host
 
     seed = training._seed_everything
     base_optimizer = fully_sharded_optimizer.base_optimizer
     captures: list[RepeatingDevice] = []
+
+    def for_gpus(config, groups, device):
+        return base_optimizer(config, groups, torch.device("cuda"))
+
     with (
         graphs_on_the_host(),
         patch.object(training, "require_gpu", lambda: None),
         patch.object(training, "_seed_everything", lambda number, is_captured: seed(number, False)),
         patch.object(RepeatingDevice, "capture", _counted(captures)),
         # The one for GPUs is fused, with its step count and learning rate in tensors.
-        patch.object(
-            fully_sharded_optimizer,
-            "base_optimizer",
-            lambda config, groups, device: base_optimizer(config, groups, torch.device("cuda")),
-        ),
+        patch.object(fully_sharded_optimizer, "base_optimizer", for_gpus),
+        patch.object(fully_sharded_optimizer_muon, "base_optimizer", for_gpus),
     ):
         pretrain(command)
     print(f"captures: {len(captures)}", file=sys.stderr)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from .golden import read_flags
 from .launch_script import Run, launch_once, launch_ranks_apart
 
@@ -31,8 +33,10 @@ def _train(flags: tuple[str, ...], num_captures: int) -> Run:
     return run
 
 
-def test_iterations_in_a_graph_train_as_others() -> None:
-    expected, found = _train(_flags(), 0), _train((*_flags(), *GRAPH), 1)
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_iterations_in_a_graph_train_as_others(optimizer: str) -> None:
+    flags = (*_flags(), *(("--optimizer", "muon", "--muon-nesterov") if optimizer == "muon" else ()))
+    expected, found = _train(flags, 0), _train((*flags, *GRAPH), 1)
     for name in NAMES:
         assert found.series(name) and found.series(name) == expected.series(name), name
 
