@@ -177,16 +177,19 @@ def test_the_rest_is_element_wise(kind: str, error: type[Exception], message: st
 
 
 class _Fused(nn.Module):
-    """Queries, keys and values of two groups, interleaved; gate and up; a stack of experts; all of them uneven."""
+    """Queries, keys and values of two groups, interleaved; gate and up; a stack of experts; all of them uneven.
+
+    Parts of one fused matrix differ in the scale of their updates: some have more rows than columns.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(3)
         for name, shape in (
-            ("qkv", (14, 9)),
+            ("qkv", (14, 5)),
             ("gate_up", (20, 9)),
             ("experts", (5, 4, 9)),
-            ("fused_experts", (3, 6, 9)),
+            ("fused_experts", (3, 12, 5)),
         ):
             self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
 
@@ -214,11 +217,11 @@ def _fused_gradients(step: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 def _qkv_parts(full: torch.Tensor) -> list[torch.Tensor]:
-    return list(full.view(1, 2, 7, 9).split([4, 2, 1], dim=2))
+    return list(full.view(1, 2, 7, 5).split([4, 2, 1], dim=2))
 
 
 def _expert_parts(full: torch.Tensor) -> list[torch.Tensor]:
-    return list(full.view(3, 2, 3, 9).split([2, 1], dim=2))
+    return list(full.view(3, 4, 3, 5).split([2, 1], dim=2))
 
 
 def _step_one_by_one(model: _Fused, momenta: dict[Any, torch.Tensor]) -> None:
