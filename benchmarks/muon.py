@@ -17,7 +17,8 @@ The ideal is Newton-Schulz's operations over the ranks, at the rate of matrix pr
 "square" those of bf16 matrices of 4096 x 4096, "own" the three products of a Newton-Schulz step in the shapes of the
 model. Exposed is the step's time minus that of the same step whose exchanges do nothing, so that owners compute with
 what their buffers happened to hold; other ranks' speed still counts, since all begin a step together. Times are CUDA
-events around a step; printed is the slowest rank's median, and the memory of the rank with most.
+events around a step; printed is the slowest rank's median, and the memory of the rank with most. The span is what the
+plan lets a step take at least, over the mean of the ranks' operations: see `matrix_report.py`.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.core.distributed.fsdp.experimental import collectives
+from megatron.core.distributed.fsdp.experimental.matrix_report import follow
 from megatron.core.distributed.fsdp.experimental.newton_schulz import count_operations
 
 WARMUP_OF_PRODUCTS, SAMPLES, PRODUCTS = 20, 9, 50
 HEADINGS = (
     *("model", "runtime", "ms (min-max)", "host ms", "/ ideal, own", "/ ideal, square", "exposed ms", "exposed %"),
-    *("imbalance", "sent MB", "returned MB", "step MiB", "buffers MiB"),
+    *("imbalance", "span", "sent MB", "returned MB", "step MiB", "buffers MiB"),
 )
 
 
@@ -141,6 +143,7 @@ def planned(contestant: Contestant) -> dict[str, float]:
             returned += sum(m.stop - m.start for m in work.plan.scatters(index) if m.holder != m.owner)
     return {
         "imbalance": max(work.plan.imbalance for work in works),
+        "span": max(follow(work.plan).span for work in works),
         "sent_bytes": sent * rule.travel_dtype(group).itemsize,
         "returned_bytes": returned * rule.result_dtype(group).itemsize,
         "rounds": sum(len(work.plan.rounds) for work in works),
@@ -199,7 +202,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [
         *(row["model"], row["runtime"], f"{row['ms']:.2f} ({row['ms_min']:.2f}-{row['ms_max']:.2f})"),
         *(number("host_ms", 2), number("ratio_own", 3), number("ratio_square", 3), number("exposed_ms", 2)),
-        *(number("exposed_share", 1, 0.01), number("imbalance", 3), number("sent_bytes", 1, 1e6)),
+        *(number("exposed_share", 1, 0.01), number("imbalance", 3), number("span", 3)),
+        number("sent_bytes", 1, 1e6),
         *(number("returned_bytes", 1, 1e6), number("peak_bytes", 0, MIB), number("buffer_bytes", 0, MIB)),
     ]
 

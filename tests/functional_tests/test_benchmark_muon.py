@@ -46,7 +46,7 @@ def test_every_runtime_is_timed(ranks: int, tmp_path: Path) -> None:
             ideal_ms = row["operations"] / ranks / row[f"{rate}_tflops"] / 1e9
             assert row[f"ratio_{rate}"] == pytest.approx(row["ms"] / ideal_ms)
     assert all(0 < row["ms_min"] <= row["ms"] <= row["ms_max"] for row in rows)
-    assert own["imbalance"] >= 1 and own["buffer_bytes"] > 0
+    assert own["span"] >= own["imbalance"] >= 1 and own["buffer_bytes"] > 0
     if ranks == 1:
         assert own["sent_bytes"] == own["returned_bytes"] == 0 and "exposed_ms" not in own
     else:

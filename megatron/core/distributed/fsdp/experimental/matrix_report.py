@@ -35,6 +35,8 @@ class Balance:
     Attributes:
         num_matrices: of all layers.
         imbalance: the largest load as a multiple of the mean.
+        span: what a step takes as a multiple of the mean load if nothing but Newton-Schulz takes time: a rank begins a
+            package when those it exchanges with have finished the one before the last.
         least: what no plan can be better than: the largest matrix alone is one rank's.
         travelling: share of the matrices' elements that go to another rank, and come back.
         num_rounds: packages of the rank that has most of them.
@@ -45,6 +47,7 @@ class Balance:
 
     num_matrices: int
     imbalance: float
+    span: float
     least: float
     travelling: float
     num_rounds: int
@@ -68,35 +71,68 @@ def measure(model: str, num_shards: int) -> Balance:
     plan = plan_matrices(layer * MODELS[model].layers, places, PACKAGE_BYTES // _TRAVEL_BYTES)
     planning_s = time.perf_counter() - start
     costs = [matrix.cost for matrix in plan.matrices]
-    travelling, buffer_bytes = _flow(plan)
+    course = follow(plan)
     return Balance(
         num_matrices=len(costs),
         imbalance=plan.imbalance,
+        span=course.span,
         least=max(1.0, max(costs) * num_shards / sum(costs)),
-        travelling=travelling / sum(matrix.piece_numel for matrix in plan.matrices),
+        travelling=course.travelling_numel / sum(matrix.piece_numel for matrix in plan.matrices),
         num_rounds=len(plan.rounds),
-        buffer_bytes=buffer_bytes,
+        buffer_bytes=course.buffer_bytes,
         planning_s=planning_s,
     )
 
 
-def _flow(plan: MatrixPlan) -> tuple[int, int]:
-    """Return the elements that travel to owners, and the bytes of the two slots of the rank that needs most."""
+@dataclass(frozen=True)
+class Course:
+    """How a step of a plan goes.
+
+    Attributes:
+        travelling_numel: elements that go to owners.
+        buffer_bytes: see `Balance`.
+        span: see `Balance`.
+    """
+
+    travelling_numel: int
+    buffer_bytes: int
+    span: float
+
+
+def follow(plan: MatrixPlan) -> Course:
+    """Run a step in which nothing takes time but Newton-Schulz.
+
+    Example of the span: two ranks have costs 3, 1, 1 and 1, 1, 3 in three packages that both exchange. They finish the
+    first ones at 3 and 1, the second at 4 and 2; the third needs the first ones of both, and is done at 5 and 6. The
+    mean is 5, the span 6 / 5, although loads are equal.
+    """
     travelling, num_ranks = 0, len(plan.places)
     most_sent, most_owned = [0] * num_ranks, [0] * num_ranks
+    before, done = [0] * num_ranks, [0] * num_ranks
     for package in plan.rounds:
-        sent, owned = [0] * num_ranks, [0] * num_ranks
+        sent, owned, costs = [0] * num_ranks, [0] * num_ranks, [0] * num_ranks
+        peers: list[set[int]] = [{rank} for rank in range(num_ranks)]
         for index in package:
-            owned[plan.owners[index]] += plan.matrices[index].piece_numel
+            owner = plan.owners[index]
+            owned[owner] += plan.matrices[index].piece_numel
+            costs[owner] += plan.matrices[index].cost
             for message in plan.gathers(index):
-                if message.holder != message.owner:
+                if message.holder != owner:
                     sent[message.holder] += message.stop - message.start
+                    peers[owner].add(message.holder)
+                    peers[message.holder].add(owner)
         travelling += sum(sent)
         most_sent = list(map(max, most_sent, sent))
         most_owned = list(map(max, most_owned, owned))
+        starts = [max(done[rank], *(before[peer] for peer in peers[rank])) for rank in range(num_ranks)]
+        before, done = done, [start + cost for start, cost in zip(starts, costs, strict=True)]
     # What a rank has sent comes back to it, and an owner has as many results as elements.
     most = max(map(sum, zip(most_sent, most_owned, strict=True)))
-    return travelling, most * (_TRAVEL_BYTES + _RESULT_BYTES) * min(2, len(plan.rounds))
+    return Course(
+        travelling_numel=travelling,
+        buffer_bytes=most * (_TRAVEL_BYTES + _RESULT_BYTES) * min(2, len(plan.rounds)),
+        span=max(done) * num_ranks / sum(matrix.cost for matrix in plan.matrices),
+    )
 
 
 def render(
@@ -114,12 +150,17 @@ def render(
         is_markdown: a table in Markdown rather than aligned with spaces.
         has_times: with a column of planning times, which differ from run to run.
     """
-    heads = ["max / mean", "least possible", "travels %", "packages", "buffers MiB", "planned in ms"]
+    heads = ["max / mean", "span / mean", "least possible", "travels %", "packages", "buffers MiB", "planned in ms"]
     lines = [["model", "layers", "matrices", "shards", *heads]]
     for name in models:
         for num_shards in shards:
             found = measure(name, num_shards)
-            numbers = [f"{found.imbalance:.3f}", f"{found.least:.3f}", f"{100 * found.travelling:.1f}"]
+            numbers = [
+                f"{found.imbalance:.3f}",
+                f"{found.span:.3f}",
+                f"{found.least:.3f}",
+                f"{100 * found.travelling:.1f}",
+            ]
             counts = [str(MODELS[name].layers), str(found.num_matrices), str(num_shards)]
             numbers += [str(found.num_rounds), f"{found.buffer_bytes / 2**20:.0f}", f"{1000 * found.planning_s:.0f}"]
             lines.append([name, *counts, *numbers])
