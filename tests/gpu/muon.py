@@ -200,7 +200,7 @@ def slow_streams_change_nothing() -> str:
 
 
 def wait_is_needed(wait: str) -> str:
-    """With its delay in place the program is right, and wrong without the wait."""
+    """Without the wait, and with what it waits for delayed, bits differ; `muon_slow_streams` has the same with it."""
     expected, _, _ = _train(Program(is_synchronised=True))
     program = WAITS[wait]
     without = Program(program.has_slow_exchanges, program.has_slow_compute, dropped_wait=wait)
