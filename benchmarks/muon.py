@@ -119,12 +119,14 @@ def rates(size: Size, device: torch.device) -> dict[str, float]:
     found = {"square": rate(lambda: square @ square, 2 * width**3, device)}
     seconds = 0.0
     for shape in size.matrices().values():
-        x = torch.randn(min(shape), max(shape), device=device)
+        x = torch.randn(shape, device=device)
         x = (x / x.norm()).bfloat16()
+        is_tall = shape[0] > shape[1]
 
-        def one_step(x: torch.Tensor = x) -> torch.Tensor:
-            gram = x @ x.mT
-            return torch.addmm(x, torch.addmm(gram, gram, gram), x)
+        def one_step(x: torch.Tensor = x, is_tall: bool = is_tall) -> torch.Tensor:
+            gram = x.mT @ x if is_tall else x @ x.mT
+            polynomial = torch.addmm(gram, gram, gram)
+            return torch.addmm(x, x, polynomial) if is_tall else torch.addmm(x, polynomial, x)
 
         operations = count_operations(1, *shape, 1)
         seconds += STEPS * operations / rate(one_step, operations, device)

@@ -31,6 +31,7 @@ from tests.gpu import graphs
 from tests.gpu.checks import IS_DRY, Check
 from tests.gpu.streams import COMPUTE_SLEEP_CYCLES, Tampering, sleep, synchronize, tampered
 from tests.unit_tests.launch import DEVICE
+from tests.unit_tests.matrix_oracle import STEPS
 from tests.unit_tests.trace import Trace
 
 WIDTH = 24 if IS_DRY else 1024
@@ -40,13 +41,6 @@ PACKAGE_BYTES = 2 * 4 * HIDDEN * WIDTH
 """Two of the larger matrices, so that a step has several packages."""
 RATE = float(torch.tensor(1e-3))
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-COEFFICIENTS = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-)
 
 
 class Layer(nn.Module):
@@ -87,15 +81,16 @@ def _backward(model: Any, step: int) -> None:
 
 
 def _orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz once more, in the order of products that is documented."""
+    """Newton-Schulz once more; the norm is that of what has travelled, in its dtype."""
     is_tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.mT if is_tall else matrix
-    x = (x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min(1e-7)).bfloat16()
-    multiply_add = torch.baddbmm if x.ndim == 3 else torch.addmm
-    for a, b, c in COEFFICIENTS:
-        gram = x @ x.mT
-        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if is_tall else x).float()
+    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=torch.float32).clamp_min(1e-7)
+    x = (matrix.float() / norm).bfloat16()
+    add = torch.baddbmm if x.ndim == 3 else torch.addmm
+    for a, b, c in STEPS["quintic"]:
+        gram = x.mT @ x if is_tall else x @ x.mT
+        polynomial = add(gram, gram, gram, beta=b, alpha=c)
+        x = add(x, x, polynomial, beta=a) if is_tall else add(x, polynomial, x, beta=a)
+    return x.float()
 
 
 class _Plain:
@@ -108,14 +103,14 @@ class _Plain:
 
     @torch.no_grad()
     def step(self, gradients: dict[str, torch.Tensor]) -> None:
-        decay = (1 - torch.tensor(RATE, device="cpu") * 0.1).item()
+        rate = torch.tensor(RATE, device=DEVICE)
         for name, weight in self.weights.items():
             momentum, gradient = self.momenta[name], gradients[name]
             momentum.lerp_(gradient, 1 - 0.95)
             update = gradient.lerp(momentum, 0.95) if self.nesterov else momentum
-            update = update.to(self.travel_dtype or torch.float32).float()
-            scale = max(weight.shape[-2:]) ** 0.5
-            weight.mul_(decay).sub_(_orthogonalised(update) * scale * RATE)
+            update = _orthogonalised(update.to(self.travel_dtype or torch.float32))
+            weight.mul_(1 - rate * 0.1)
+            weight.addcmul_(update, rate * max(weight.shape[-2:]) ** 0.5, value=-1)
 
 
 def equals_plain(strategy: str, nesterov: bool, travel_dtype: torch.dtype | None) -> str:
@@ -279,8 +274,8 @@ def memory_is_bounded(nesterov: bool) -> str:
         peaks[num_layers] = 0 if IS_DRY else torch.cuda.max_memory_allocated() - before
         (work,) = optimizer.works
         del model, optimizer
-    # Newton-Schulz: the normalised matrix in fp32 and bf16, or four of bf16; an update in fp32.
-    bound = work.buffer_bytes + max(4 + 2, 4 * 2, 4) * numel + ROUNDING_BYTES
+    # Newton-Schulz has four matrices of bf16; an update in fp32 takes less.
+    bound = work.buffer_bytes + 4 * 2 * numel + ROUNDING_BYTES
     in_slots = 2 * numel * (4 + 2)
     assert in_slots <= work.buffer_bytes <= 2 * in_slots + 4096, (work.buffer_bytes, in_slots)
     measured = f"peaks {peaks}, bound {bound}, buffers {work.buffer_bytes}"
