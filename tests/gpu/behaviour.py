@@ -29,6 +29,7 @@ HOST_ONLY = {
     "test_documents.py": "reads documents",
     "test_layout.py": "computes with integers",
     "test_layout_report.py": "computes with integers",
+    "test_matrix_report.py": "computes with integers",
     "test_values.py": "looks at values without tensors",
     "test_cases.py": "reads source text",
     "test_schedule.py": "puts vector clocks in place of host streams; races.py asks the same of real streams",

@@ -50,10 +50,13 @@ class Run:
             for block in self.model[:-1]:
                 fully_shard(block, mesh, placements, mixed_precision_policy=policy)
             fully_shard(self.model, mesh, placements, mixed_precision_policy=policy)
-        adamw = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True, capturable=True)
-        self.optimizer: Any = fully_shard_optimizer(adamw)
+        self.optimizer: Any = self.make_optimizer()
         self.num_microbatches = num_microbatches
         torch.manual_seed(1 + dist.get_rank())
+
+    def make_optimizer(self) -> Any:
+        """Return the adapted optimizer."""
+        return fully_shard_optimizer(torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True, capturable=True))
 
     def step(self, inputs: torch.Tensor, max_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one iteration; return loss and gradient norm."""
@@ -98,11 +101,17 @@ def _train(run: Run, step: Any, steps: int = 12) -> list[torch.Tensor]:
     return [*seen, *run.state()]
 
 
-def equals_eager(strategy: str, outer: str | None, num_microbatches: int, recipe: dict[str, Any] | None = None) -> str:
+def equals_eager(
+    strategy: str,
+    outer: str | None,
+    num_microbatches: int,
+    recipe: dict[str, Any] | None = None,
+    kind: type[Run] = Run,
+) -> str:
     """Losses, norms, evaluations, weights and moments have the same bits."""
-    eager = Run(strategy, outer, num_microbatches, recipe)
+    eager = kind(strategy, outer, num_microbatches, recipe)
     expected = _train(eager, eager.step)
-    run = Run(strategy, outer, num_microbatches, recipe)
+    run = kind(strategy, outer, num_microbatches, recipe)
     with graphs_on_the_host() if IS_DRY else nullcontext():
         example = (_batch(0), torch.tensor(1.0, device=DEVICE))
         captured = capture_iteration(run.model, run.optimizer, run.step, example)

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 The Megatron-FSDP v2 developers.
 # SPDX-License-Identifier: Apache-2.0
 #
-# All checks that need GPUs, within 19 minutes on two of them; run it from an environment in which the project, pytest
+# All checks that need GPUs, within 23 minutes on two of them; run it from an environment in which the project, pytest
 # and hypothesis are installed:
 #
 #     tests/gpu/run.sh [folder for logs and plots]
@@ -17,6 +17,7 @@
 #     graphs      whole iterations in one CUDA graph, bit for bit        python -m tests.gpu.checks --ranks 2 graphs
 #     unit_graphs units with graphs of their own, bit for bit            python -m tests.gpu.checks --ranks 2 unit_graphs
 #     quantized   low-bit weights: the host's bits, and in graphs        python -m tests.gpu.checks --ranks 2 quantized
+#     muon        matrices' optimizer: bits, graphs, streams, memory      python -m tests.gpu.checks --ranks 2 muon
 #     number_formats low-bit weights, bit for bit, and how fast    python -m tests.gpu.checks --ranks 1 number_formats
 #     sanitized   no access outside of memory (compute-sanitizer)         see tests/gpu/sanitized.py
 #     same_losses a training run in bf16 with and without a graph        python -m tests.gpu.same_losses --ranks 2
@@ -55,6 +56,8 @@ part one_rank 130 "$python" -m tests.gpu.checks --ranks 1 races memory overlap g
 [ "$ranks" -eq 1 ] || part two_ranks 140 "$python" -m tests.gpu.checks --ranks 2 races memory overlap graphs
 part quantized 120 "$python" -m tests.gpu.checks --ranks "$ranks" quantized
 part unit_graphs 120 "$python" -m tests.gpu.checks --ranks "$ranks" unit_graphs
+part muon_one_rank 120 "$python" -m tests.gpu.checks --ranks 1 muon
+[ "$ranks" -eq 1 ] || part muon_two_ranks 120 "$python" -m tests.gpu.checks --ranks 2 muon
 part number_formats 120 "$python" -m tests.gpu.checks --ranks 1 number_formats
 if [ "$FSDP_TEST_DEVICE" = cuda ] && command -v compute-sanitizer > /dev/null; then
     part sanitized 120 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runtime's streams, tampered with: delay kernels at each use, one wait left out, or everything in order.
 
-Only `schedule.py` asks for streams, so that its two functions are replaced inside a block. It knows nothing of models.
+A file that asks for streams, `schedule.py` or `matrix_pipeline.py`, has its two functions replaced inside a block. It
+knows nothing of models.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Tampering:
 
     Attributes:
         slow: names of communication streams that sleep whenever the runtime turns to them.
-        dropped_wait: name of the function of `schedule.py` whose waits do nothing.
+        dropped_wait: name of the function of that file whose waits do nothing.
         is_synchronised: whether the host waits for all streams before and after each use of a communication stream.
         sites: functions that have waited.
     """
@@ -97,11 +98,11 @@ class _Stream:
 
 
 @contextmanager
-def tampered(tampering: Tampering) -> Iterator[None]:
-    """Give contexts that are built, and schedules that run, inside the block tampered streams."""
-    new_stream, current_stream = schedule.new_stream, schedule.current_stream
+def tampered(tampering: Tampering, file: Any = schedule) -> Iterator[None]:
+    """Give what a file builds, and what it runs, inside the block tampered streams."""
+    new_stream, current_stream = file.new_stream, file.current_stream
     with (
-        patch.object(schedule, "new_stream", lambda device, name: _Stream(new_stream(device, name), tampering, name)),
-        patch.object(schedule, "current_stream", lambda device: _Stream(current_stream(device), tampering, "compute")),
+        patch.object(file, "new_stream", lambda device, name: _Stream(new_stream(device, name), tampering, name)),
+        patch.object(file, "current_stream", lambda device: _Stream(current_stream(device), tampering, "compute")),
     ):
         yield

@@ -232,6 +232,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "shard_mesh",
     },
     "matrix_optimizer": {"compiling", "dtensor", "matrix_blocks", "matrix_rule", "matrix_work"},
+    "matrix_report": {"layout", "layout_report", "matrix_optimizer", "matrix_plan", "newton_schulz"},
     "matrix_choice": set(),
     "muon": {"matrix_choice", "matrix_optimizer", "matrix_rule", "newton_schulz", "optimizer"},
 }

@@ -19,15 +19,16 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def _write_block(document: str, folder: Path) -> Path:
-    """Write a document's example to a file."""
-    (block,) = re.findall(
+def _write_block(document: str, folder: Path, index: int = 0, number: int = 1) -> Path:
+    """Write one of a document's examples, of which there are so many, to a file."""
+    blocks = re.findall(
         r"<!-- run by tests/unit_tests/test_documents\.py -->\n```python\n(.*?)```",
         (ROOT / document).read_text(),
         re.DOTALL,
     )
+    assert len(blocks) == number
     script = folder / "train.py"
-    script.write_text(block)
+    script.write_text(blocks[index])
     return script
 
 
@@ -53,6 +54,15 @@ def test_the_compiled_example_shards_and_learns(tmp_path: Path) -> None:
         assert code == 0, errors
         assert f"rank {rank}: 2 graphs for 8 layers" in printed
     _assert_learns(ranks[0][1])
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["muon", "normalised rows"])
+def test_the_examples_of_matrix_optimizers_shard_and_learn(index: int, tmp_path: Path) -> None:
+    script = str(_write_block("docs/muon.md", tmp_path, index, 2))
+    ranks = run_forked((), 2, free_port(), tmp_path, timeout_s=120, script=script)
+    assert [code for code, _, _ in ranks] == [0, 0], ranks[0][2]
+    _assert_learns(ranks[0][1])
+    assert ("Muon" in ranks[0][1]) == (index == 0) and not ranks[1][1], "the first rank reports"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

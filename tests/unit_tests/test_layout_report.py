@@ -35,7 +35,7 @@ TOTALS = {
 def test_layers_add_up_to_the_published_number_of_parameters(model: str) -> None:
     total, num_layers, num_rows = TOTALS[model]
     entry = MODELS[model]
-    assert isinstance(entry, layout_report.Decoder)
+    assert isinstance(entry, layout_report.Decoder) and entry.layers == num_layers
     layer = sum(map(math.prod, entry.shapes()))
     assert num_layers * layer + (num_rows + 1) * entry.hidden == total, "layers, tables and the final norm"
 
@@ -55,6 +55,11 @@ def test_the_other_rules() -> None:
     assert result.row_lcm == 3 * 138_240 * 1024 / total - 1
     wider = (2 * (14_336 - 13_824) * 5120) / total
     assert result.dim_0 == pytest.approx(wider, rel=1e-9), "gate and up have 13.5 rows a shard, all others divide"
+
+
+def test_whole_tensors() -> None:
+    """Llama-3 8B in 8 shards: each is as large as one of the MLP's three weights."""
+    assert measure("Llama-3 8B", 8).whole_tensors == (8 * 4096 * 14336 - 218_112_000) / 218_112_000
 
 
 def test_rows_of_the_most_elements_are_kept() -> None:

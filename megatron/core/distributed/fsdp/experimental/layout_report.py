@@ -39,6 +39,7 @@ class Decoder:
         has_qkv_biases: whether the query, key and value projections have.
         has_qk_norms: whether queries and keys have norms, over the head's dim.
         experts: routed experts, with a router; 0 for a dense MLP.
+        layers: how many of them the model has.
     """
 
     hidden: int
@@ -52,6 +53,7 @@ class Decoder:
     has_qkv_biases: bool = False
     has_qk_norms: bool = False
     experts: int = 0
+    layers: int = 1
 
     def shapes(self) -> list[Shape]:
         """Return the shapes of the layer's parameters."""
@@ -101,6 +103,7 @@ class LatentDecoder:
         nope_dim: elements without position of a query's or key's head.
         rope_dim: elements with position of a query's head, and of the one key head that all share.
         value_dim: elements of a value's head.
+        layers: how many of them the model has.
     """
 
     hidden: int
@@ -111,6 +114,7 @@ class LatentDecoder:
     nope_dim: int
     rope_dim: int
     value_dim: int
+    layers: int = 1
 
     def shapes(self) -> list[Shape]:
         """Return the shapes of the parameters."""
@@ -139,9 +143,10 @@ class LatentDecoder:
 
 @dataclass(frozen=True)
 class Tensors:
-    """A group that is listed tensor by tensor."""
+    """A group that is listed tensor by tensor, which a model has once."""
 
     listed: tuple[Shape, ...]
+    layers: int = 1
 
     def shapes(self) -> list[Shape]:
         """Return the shapes."""
@@ -153,18 +158,26 @@ class Tensors:
 
 
 MODELS: dict[str, Decoder | LatentDecoder | Tensors] = {
-    "Llama-3 8B": Decoder(hidden=4096, ffn=14336, heads=32, kv_heads=8),
-    "Llama-3 70B": Decoder(hidden=8192, ffn=28672, heads=64, kv_heads=8),
-    "Llama-3 405B": Decoder(hidden=16384, ffn=53248, heads=128, kv_heads=8),
-    "Llama-2 13B": Decoder(hidden=5120, ffn=13824, heads=40, kv_heads=40),
-    "Qwen2.5 14B": Decoder(hidden=5120, ffn=13824, heads=40, kv_heads=8, has_qkv_biases=True),
-    "Qwen3 32B": Decoder(hidden=5120, ffn=25600, heads=64, kv_heads=8, has_qk_norms=True),
-    "Qwen3 30B-A3B": Decoder(hidden=2048, ffn=768, heads=32, kv_heads=4, has_qk_norms=True, experts=128),
-    "Gemma-2 9B": Decoder(hidden=3584, ffn=14336, heads=16, kv_heads=8, head_dim=256, norms=4),
-    "GPT-3 175B": Decoder(hidden=12288, ffn=49152, heads=96, kv_heads=96, has_gate=False, has_biases=True),
-    "Phi-3 14B": Decoder(hidden=5120, ffn=17920, heads=40, kv_heads=10),
+    "Llama-3 8B": Decoder(hidden=4096, ffn=14336, heads=32, kv_heads=8, layers=32),
+    "Llama-3 70B": Decoder(hidden=8192, ffn=28672, heads=64, kv_heads=8, layers=80),
+    "Llama-3 405B": Decoder(hidden=16384, ffn=53248, heads=128, kv_heads=8, layers=126),
+    "Llama-2 13B": Decoder(hidden=5120, ffn=13824, heads=40, kv_heads=40, layers=40),
+    "Qwen2.5 14B": Decoder(hidden=5120, ffn=13824, heads=40, kv_heads=8, has_qkv_biases=True, layers=48),
+    "Qwen3 32B": Decoder(hidden=5120, ffn=25600, heads=64, kv_heads=8, has_qk_norms=True, layers=64),
+    "Qwen3 30B-A3B": Decoder(hidden=2048, ffn=768, heads=32, kv_heads=4, has_qk_norms=True, experts=128, layers=48),
+    "Gemma-2 9B": Decoder(hidden=3584, ffn=14336, heads=16, kv_heads=8, head_dim=256, norms=4, layers=42),
+    "GPT-3 175B": Decoder(hidden=12288, ffn=49152, heads=96, kv_heads=96, has_gate=False, has_biases=True, layers=96),
+    "Phi-3 14B": Decoder(hidden=5120, ffn=17920, heads=40, kv_heads=10, layers=40),
     "DeepSeek-V3 attention + shared expert": LatentDecoder(
-        hidden=7168, ffn=2048, heads=128, query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128
+        hidden=7168,
+        ffn=2048,
+        heads=128,
+        query_rank=1536,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        value_dim=128,
+        layers=61,
     ),
     # 50,257 tokens and 1,024 positions of width 1,600; final norm with bias.
     "GPT-2 XL embeddings": Tensors(((50257, 1600), (1024, 1600), (1600,), (1600,))),
@@ -187,6 +200,7 @@ class Result:
         row_lcm: padding if every shard's size is a multiple of the least common multiple of all row sizes; gaps
             between tensors are not counted.
         dim_0: padding if dim 0 of every tensor is padded to a multiple of the number of shards.
+        whole_tensors: padding of `plan_layout` if no tensor may be cut.
         planning_s: what `plan_layout` took, in seconds.
     """
 
@@ -196,6 +210,7 @@ class Result:
     whole_rows: float
     row_lcm: float
     dim_0: float
+    whole_tensors: float
     planning_s: float
 
 
@@ -208,6 +223,7 @@ def measure(model: str, num_shards: int) -> Result:
     total = layout.tensor_numel
     row_aligned = sum(slot.numel for index, slot in enumerate(layout.slots) if layout.is_row_aligned(index))
     shard_numel = _padded(-(-total // num_shards), math.lcm(*(slot.row_numel for slot in layout.slots)))
+    uncut = plan_layout(shapes, num_shards, atoms=[math.prod(shape) for shape in shapes])
     dim_0 = sum(_padded(shape[0], num_shards) * math.prod(shape[1:]) for shape in shapes)
     return Result(
         model,
@@ -216,6 +232,7 @@ def measure(model: str, num_shards: int) -> Result:
         whole_rows=row_aligned / total,
         row_lcm=shard_numel * num_shards / total - 1,
         dim_0=dim_0 / total - 1,
+        whole_tensors=uncut.padding_numel / total,
         planning_s=planning_s,
     )
 
@@ -235,27 +252,28 @@ def render(*, is_markdown: bool = False, has_times: bool = True) -> str:
     for name, entry in MODELS.items():
         shapes = entry.shapes()
         models.append([name, entry.sizes(), str(len(shapes)), f"{sum(map(math.prod, shapes)):,}"])
-    lines = [["group of tensors", "shards", "padding %", "in whole rows %", "row LCM %", "dim 0 %", "planned in ms"]]
+    heads = ["padding %", "in whole rows %", "row LCM %", "dim 0 %", "whole tensors %", "planned in ms"]
+    lines = [["group of tensors", "shards", *heads]]
     for name in MODELS:
         for num_shards in NUM_SHARDS:
             result = measure(name, num_shards)
-            shares = (result.ours, result.whole_rows, result.row_lcm, result.dim_0)
+            shares = (result.ours, result.whole_rows, result.row_lcm, result.dim_0, result.whole_tensors)
             numbers = [f"{100 * share:.2f}" for share in shares]
             lines.append([name, str(num_shards), *numbers, f"{1000 * result.planning_s:.1f}"])
     if not has_times:
         lines = [line[:-1] for line in lines]
-    table = _markdown if is_markdown else _aligned
+    table = markdown if is_markdown else aligned
     return f"{table(models, 2)}\n\n{table(lines, 1)}\n"
 
 
-def _markdown(lines: Sequence[Sequence[str]], num_left: int) -> str:
+def markdown(lines: Sequence[Sequence[str]], num_left: int) -> str:
     """Return a Markdown table, the first line as its head; columns are flush right but for the first `num_left`."""
     head, *body = lines
     rule = ["---" if column < num_left else "---:" for column in range(len(head))]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
 
 
-def _aligned(lines: Sequence[Sequence[str]], num_left: int) -> str:
+def aligned(lines: Sequence[Sequence[str]], num_left: int) -> str:
     """Return a table aligned with spaces; columns are flush right but for the first `num_left`."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = []
