@@ -126,9 +126,10 @@ def test_every_matrix_is_in_one_package_of_bounded_size(seed: int) -> None:
         plan = plan_matrices(plan.matrices, plan.places, bound)
         assert sorted(itertools.chain.from_iterable(plan.rounds)) == list(range(len(plan.matrices)))
         assert all(plan.rounds)
+        largest = max(matrix.piece_numel for matrix in plan.matrices) * plan.num_pieces
         for package, participant in itertools.product(plan.rounds, range(len(plan.places))):
             mine = [plan.matrices[index].piece_numel for index in package if plan.owners[index] == participant]
-            assert sum(mine) * plan.num_pieces <= bound or len(mine) == 1
+            assert sum(mine) * plan.num_pieces <= max(bound, largest)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -179,13 +180,15 @@ def test_matrices_that_lie_whole_stay_where_work_is_even() -> None:
     assert plan.travelling_numel == 0 and plan.imbalance == 1
 
 
-def test_whole_matrices_are_computed_with_before_those_that_travel() -> None:
-    whole = [Matrix(10, 50, ((index % 2, 0, 50),)) for index in range(4)]
-    spread = [Matrix(1000, 50, ((0, 0, 25), (1, 25, 50))) for _ in range(4)]
-    plan = plan_matrices(spread + whole, _places(2), 100)
-    assert [set(package) for package in plan.rounds] == [{4, 5, 6, 7}, *[set(p) for p in plan.rounds[1:]]]
-    # What is spread goes to whoever has most of it, and to either one where both have as much.
-    assert plan.imbalance == 1 and plan.travelling_numel == 4 * 25
+def test_owners_do_the_same_share_of_their_work_in_each_package() -> None:
+    """Two owners of four large and eight small matrices: two large ones, and four small ones, in each half."""
+    large = [Matrix(40, 50, ((index % 2, 0, 50),)) for index in range(8)]
+    small = [Matrix(10, 25, ((index % 2, 0, 25),)) for index in range(16)]
+    plan = plan_matrices(large + small, _places(2), 200)
+    assert len(plan.rounds) == 2
+    for package, owner in itertools.product(plan.rounds, range(2)):
+        costs = [plan.matrices[index].cost for index in package if plan.owners[index] == owner]
+        assert sorted(costs) == [10] * 4 + [40] * 2
 
 
 def test_a_spread_matrix_goes_to_who_has_most_of_it() -> None:

@@ -35,6 +35,8 @@ def test_work_is_even(model: str) -> None:
         assert 0 < found.travelling < 1 and found.planning_s < MAX_PLANNING_S
         if num_shards <= 64:
             assert found.imbalance <= MAX_IMBALANCE, num_shards
+            # Each layer of DeepSeek-V3 has one matrix with most of the work, and ranks wait for its owners.
+            assert found.span <= (1.6 if "DeepSeek" in model else 1.11), num_shards
 
 
 def test_models_with_layers_are_reported() -> None:

@@ -12,9 +12,10 @@ back to wherever elements lie, copies included. A matrix that lies whole on a ra
 spread goes to the rank with most of it, unless that rank would have more to do than `MAX_LOAD` of the mean.
 
 [Note: packages]
-Each owner deals with its matrices in packages of bounded size, largest matrices first, what lies whole on it before
-what travels. The n-th packages of all owners travel together, while those before them are computed with; they hold
-matrices of about the same size, so that no rank waits for long.
+Each owner deals with its matrices in packages of bounded size. The n-th packages of all owners travel together, while
+those before them are computed with, and a rank waits for the others every second package. So that none waits long,
+every owner does the same share of its work in each of them; and since the same weights of all layers lie on the same
+ranks, it takes its kinds of matrices in turn, or a few ranks would send all of a package.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 MAX_LOAD = 1.02
 """What an owner may have to do, as a multiple of the mean, before a matrix goes to a rank with less of it, or none."""
@@ -160,34 +162,63 @@ def plan_matrices(matrices: Sequence[Matrix], places: Sequence[Place], package_n
     Args:
         matrices: in one order on every rank.
         places: what each participant holds; every shard of every piece is somewhere.
-        package_numel: elements that an owner has in one package at most, unless one matrix alone has more.
+        package_numel: elements that an owner has in one package at most, or as many as the largest matrix has.
 
     Returns:
         A plan whose imbalance is at most `MAX_LOAD` where packing finds such owners; else the least one found.
     """
     owners = _choose_owners(matrices, places)
     num_pieces = 1 + max((place.piece for place in places), default=0)
-    is_joined = num_pieces > 1
-    packages: dict[int, list[list[int]]] = {}
-    open_numel: dict[int, int] = {}
+    numels = [matrix.piece_numel * num_pieces for matrix in matrices]
+    # Buffers hold the largest matrix in any case.
+    limit = max(package_numel, max(numels, default=0))
+    orders = [order for order in _orders(matrices, owners, len(places)) if order]
+    num_rounds = max((_num_packages([numels[index] for index in order], limit) for order in orders), default=0)
+    rounds: dict[int, list[int]] = {}
+    for order in orders:
+        load = sum(matrices[index].cost for index in order)
+        done = number = held = 0
+        for index in order:
+            # Where the middle of its work lies if the owner does as much in each package.
+            due = num_rounds * (2 * done + matrices[index].cost) // max(1, 2 * load)
+            if due > number:
+                number, held = due, 0
+            if held and held + numels[index] > limit:
+                number, held = number + 1, 0
+            rounds.setdefault(number, []).append(index)
+            held += numels[index]
+            done += matrices[index].cost
+    packages = tuple(tuple(sorted(rounds[number])) for number in sorted(rounds))
+    return MatrixPlan(tuple(matrices), tuple(places), tuple(owners), packages)
 
-    def urgency(index: int) -> tuple[bool, int, int]:
-        matrix = matrices[index]
-        return is_joined or not matrix.is_whole_on(places[owners[index]].shard), -matrix.cost, index
 
-    for index in sorted(range(len(matrices)), key=urgency):
-        owner, numel = owners[index], matrices[index].piece_numel * num_pieces
-        mine = packages.setdefault(owner, [])
-        if not mine or open_numel[owner] + numel > package_numel:
-            mine.append([])
-            open_numel[owner] = 0
-        mine[-1].append(index)
-        open_numel[owner] += numel
-    rounds = [
-        tuple(sorted(index for mine in packages.values() if number < len(mine) for index in mine[number]))
-        for number in range(max(map(len, packages.values()), default=0))
-    ]
-    return MatrixPlan(tuple(matrices), tuple(places), tuple(owners), tuple(rounds))
+def _orders(matrices: Sequence[Matrix], owners: Sequence[int], num: int) -> list[list[int]]:
+    """Return the matrices of each owner, those of each kind spread evenly among the others.
+
+    Example: two of one kind and four of another lie at 1/4, 3/4 and 1/8, 3/8, 5/8, 7/8 of the way.
+    """
+    kinds: list[dict[Any, list[int]]] = [{} for _ in range(num)]
+    for index, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
+        kinds[owner].setdefault((-matrix.cost, matrix.ranges), []).append(index)
+    found = []
+    for mine in kinds:
+        placed = [
+            ((2 * number + 1) / (2 * len(mine[kind])), rank, index)
+            for rank, kind in enumerate(sorted(mine))
+            for number, index in enumerate(mine[kind])
+        ]
+        found.append([index for _, _, index in sorted(placed)])
+    return found
+
+
+def _num_packages(numels: Sequence[int], limit: int) -> int:
+    """Return how many packages hold what comes in this order."""
+    number, held = 1, 0
+    for numel in numels:
+        if held and held + numel > limit:
+            number, held = number + 1, 0
+        held += numel
+    return number
 
 
 def _choose_owners(matrices: Sequence[Matrix], places: Sequence[Place]) -> list[int]:
