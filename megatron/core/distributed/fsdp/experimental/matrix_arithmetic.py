@@ -81,7 +81,6 @@ def subtract_updates(
     if decay is not None:
         torch._foreach_mul_(wide, decay)
     for target, update, factor, weight in zip(wide, updates, factors, weights, strict=True):
-        # Where operands have different dtypes, torch's kernel for CUDA fuses other products.
         target.addcmul_(update.float(), factor, value=-1)
         if target is not weight:
             weight.copy_(target)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of `matrix_arithmetic.py` by Triton, which is not needed to import anything else.
 
-Products that are added are fused, as in torch's own kernels, and no other ones; quotients are rounded as hosts do.
+Products that are added are rounded before, as torch's kernels for CUDA do here; quotients are rounded as hosts do.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def subtract(weight: torch.Tensor, update: torch.Tensor, factor: torch.Tensor, d
         HAS_DECAY=decay is not None,
         TILE_NUMEL=_TILE_NUMEL,
         num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
     )
 
 
@@ -77,6 +78,5 @@ def _subtract(
     values = tl.load(weight + offsets, mask=inside, other=0.0).to(tl.float32)
     if HAS_DECAY:
         values = values * tl.load(decay)
-    changes = -tl.load(update + offsets, mask=inside, other=0.0).to(tl.float32)
-    values = tl.fma(changes, tl.load(factor), values)
+    values -= tl.load(update + offsets, mask=inside, other=0.0).to(tl.float32) * tl.load(factor)
     tl.store(weight + offsets, values.to(weight.dtype.element_ty), mask=inside)
