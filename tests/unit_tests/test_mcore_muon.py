@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ import torch
 
 from megatron.core.distributed.fsdp import mcore_fsdp_v2_checkpoint as names
 from megatron.core.distributed.fsdp.experimental import CheckpointError
+from megatron.core.distributed.fsdp.experimental.checkpoint import Ranks
 from megatron.pretrain import training
+from megatron.pretrain.torch_dist import TorchDistSource
 from tests.functional_tests.tensors import load_tensors
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
 from tests.unit_tests.mcore_muon import TINY, train_beside_plain, train_state
@@ -220,3 +223,16 @@ def _continue_anew(folder: str, flags: str) -> None:
 def test_weights_alone_are_loaded_whatever_has_saved_them(tmp_path: Path) -> None:
     run_ranks(2, _save, str(tmp_path), "--optimizer adam")
     run_ranks(2, _continue_anew, str(tmp_path), "--optimizer muon")
+
+
+def _read_of_ddp() -> None:
+    source = TorchDistSource.__new__(TorchDistSource)
+    source._saved, source._ranks = SimpleNamespace(common={}), Ranks(torch.device("cpu"))  # type: ignore[assignment]
+    source.path = Path("saved")
+    state: Any = SimpleNamespace(args=SimpleNamespace(optimizer="muon"))
+    source.load(state, loads_optimizer=True, loads_rng=False)
+
+
+def test_adams_state_of_megatron_cores_ddp_is_refused() -> None:
+    for text in run_ranks_expecting(2, CheckpointError, _read_of_ddp):
+        assert "expected --no-load-optim with --optimizer muon, since state of megatron-core's DDP is read for" in text
