@@ -56,7 +56,7 @@ part one_rank 130 "$python" -m tests.gpu.checks --ranks 1 races memory overlap g
 [ "$ranks" -eq 1 ] || part two_ranks 140 "$python" -m tests.gpu.checks --ranks 2 races memory overlap graphs
 part quantized 120 "$python" -m tests.gpu.checks --ranks "$ranks" quantized
 part unit_graphs 120 "$python" -m tests.gpu.checks --ranks "$ranks" unit_graphs
-part muon_one_rank 120 "$python" -m tests.gpu.checks --ranks 1 muon
+part muon_one_rank 150 "$python" -m tests.gpu.checks --ranks 1 muon matrix_arithmetic
 [ "$ranks" -eq 1 ] || part muon_two_ranks 120 "$python" -m tests.gpu.checks --ranks 2 muon
 part number_formats 120 "$python" -m tests.gpu.checks --ranks 1 number_formats
 if [ "$FSDP_TEST_DEVICE" = cuda ] && command -v compute-sanitizer > /dev/null; then
