@@ -234,10 +234,6 @@ class MatrixOptimizer(Optimizer):
                 yield Entry(name, parameter, group, sharded if geometry is not None else None, joined, tuple(blocks))
 
 
-def _dtypes(rule: MatrixRule, group: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype]:
-    return rule.travel_dtype(group), rule.result_dtype(group)
-
-
 def _differ(one: object, other: object) -> bool:
     return one is not other
 
