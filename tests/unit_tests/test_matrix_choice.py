@@ -54,7 +54,7 @@ REASONS = {
     "norm.weight": "1-D",
     "norm.bias": "1-D",
     "scalar": "0-D",
-    "head.weight": "shaped like the embedding embedding",
+    "head.weight": "shaped like the embedding embedding, and the last one",
     "head.bias": "1-D",
 }
 SETTINGS: dict[str, Any] = {"exclude": ("rout*",), "parts": {"q*.weight": (2, 1)}}
@@ -96,7 +96,7 @@ def test_the_table_has_a_line_for_each_kind() -> None:
         "AdamW                 1  3                    1-D",
         "AdamW                 1  4x6                  excluded by 'rout*'",
         "AdamW                 2  6                    1-D",
-        "AdamW                 1  11x6                 shaped like the embedding embedding",
+        "AdamW                 1  11x6                 shaped like the embedding embedding, and the last one",
         "AdamW                 1  11                   1-D",
     ]
 
@@ -189,3 +189,25 @@ def _wrong(what: str) -> None:
 def test_wrong_settings_are_refused_on_every_rank(what: str, message: str) -> None:
     for found in run_ranks_expecting(2, ValueError, _wrong, what):
         assert found.startswith(message)
+
+
+class _Square(nn.Module):
+    """Positions and projections have one shape, as in GPT-2 medium; the words' table is larger."""
+
+    def __init__(self, is_tied: bool = False) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(8, 6), nn.Embedding(6, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(2))
+        self.up = nn.Linear(6, 8, bias=False)
+        self.head = nn.Linear(6, 8, bias=False)
+        if is_tied:
+            self.head.weight = self.words.weight
+
+
+def test_only_the_last_weight_shaped_like_the_largest_table_is_a_head() -> None:
+    assert set(choose_matrices(_Square()).matrices) == {"layers.0.weight", "layers.1.weight", "up.weight"}
+    assert set(choose_matrices(_Square(is_tied=True)).matrices) == {"layers.0.weight", "layers.1.weight", "up.weight"}
+    choice = choose_matrices(_Square(), include=("head.*",))
+    assert set(choice.matrices) == {"layers.0.weight", "layers.1.weight", "up.weight", "head.weight"}
+    with pytest.raises(ValueError, match=r"got \['tail'\] without one"):
+        choose_matrices(_Square(), include=("tail",))

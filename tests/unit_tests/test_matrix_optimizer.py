@@ -42,7 +42,7 @@ REFUSED_SETTINGS = [
     ({"precision": "low"}, "muon precision: expected one of ('medium', 'high', 'highest'), got 'low'."),
     ({"scale_mode": "x"}, "muon scale_mode: expected one of ('spectral', 'shape_scaling', 'unit_rms_norm'), got 'x'."),
     ({"weight_decay": -1.0}, "muon weight_decay: expected >= 0, got -1.0."),
-    ({"lr": -1.0}, "muon lr: expected >= 0, got -1.0."),
+    ({"lr": -1.0}, "muon lr: expected a number >= 0 or a 0-d tensor, got -1.0."),
 ]
 
 

@@ -170,4 +170,5 @@ def test_the_precision_of_float32_products_is_restored(
         assert torch.get_float32_matmul_precision() == before
     finally:
         torch.set_float32_matmul_precision(original)
-    assert seen == ["highest" if precision == "medium" else precision]
+    # Products in bfloat16 leave it alone.
+    assert seen == [before if precision == "medium" else precision]

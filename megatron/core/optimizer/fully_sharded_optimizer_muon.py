@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
@@ -92,28 +94,50 @@ def muon_optimizer(
 
     Raises:
         ValueError: on every rank: on some rank there are parameters that cannot be told apart into matrices, or there
-            are no matrices at all.
+            are no matrices at all, or an option has no effect on any of them.
     """
     found: tuple[Muon, str] | None = None
-    mine: tuple[int, str] = (0, "")
+    mine = _Findings()
     try:
         choice = choose_matrices(config, model_chunks)
         found = _build(config, param_groups, choice, model_chunks[0].device)
-        mine = len(choice.matrices), ""
+        mine = _Findings(len(choice.matrices), _idle_options(config, choice, model_chunks[0].config))
     except ValueError as error:
-        mine = 0, str(error)
+        mine = _Findings(problem=str(error))
     group = model_chunks[0].model_group
-    theirs: list[tuple[int, str]] = [mine] * group.size()
+    theirs = [mine] * group.size()
     dist.all_gather_object(theirs, mine, group=group)
-    if problem := next((text for _, text in theirs if text), None):
+    if problem := next((one.problem for one in theirs if one.problem), None):
         raise ValueError(problem)
-    if not any(count for count, _ in theirs):
+    if not any(one.num_matrices for one in theirs):
         raise ValueError(
             "OptimizerConfig.optimizer: expected matrices in the model with 'muon', got none that is trainable. Use "
             "'adam'."
         )
+    if idle := sorted(frozenset.intersection(*(one.idle_options for one in theirs))):
+        raise ValueError(
+            f"OptimizerConfig.{idle[0]}: expected False for a model without such layers, got True, which would have no "
+            "effect. Leave it out."
+        )
     assert found is not None, "whoever has no problem has an optimizer"
     return found
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """What one rank has found: how many matrices, which options have no effect on its part, what is wrong."""
+
+    num_matrices: int = 0
+    idle_options: frozenset[str] = frozenset()
+    problem: str = ""
+
+
+def _idle_options(config: OptimizerConfig, choice: MatrixChoice, model: Any) -> frozenset[str]:
+    has_effect = {
+        "muon_split_gate_up": any(is_gated(name.rpartition(": ")[2], model) for name in choice.matrices),
+        "muon_router_adam": "router" in choice.reasons.values(),
+    }
+    return frozenset(name for name, is_used in has_effect.items() if getattr(config, name, False) and not is_used)
 
 
 def choose_matrices(config: OptimizerConfig, model_chunks: Sequence[MegatronModule]) -> MatrixChoice:
@@ -129,14 +153,17 @@ def choose_matrices(config: OptimizerConfig, model_chunks: Sequence[MegatronModu
     choice = MatrixChoice()
     for index, chunk in enumerate(model_chunks):
         prefix = f"chunk {index}: " if len(model_chunks) > 1 else ""
-        owners = {id(p): module for module in chunk.modules() for p in module._parameters.values() if p is not None}
+        owners: dict[int, list[nn.Module]] = {}
+        for module in chunk.modules():
+            for held in module._parameters.values():
+                owners.setdefault(id(held), []).append(module)
         for name, parameter in chunk.named_parameters():
             if not parameter.requires_grad:
                 continue
-            short, owner = canonical_name(name), owners[id(parameter)]
-            reason = _reason_against(config, short, parameter, owner)
+            short = canonical_name(name)
+            reason = _reason_against(config, short, parameter, owners[id(parameter)])
             if reason is None:
-                _refuse_side_by_side(short, owner)
+                _refuse_side_by_side(short, owners[id(parameter)][0])
                 parts = _parts(config, short, parameter, chunk.config)
                 choice.matrices[prefix + short] = MatrixParameter(parameter, parts=parts)
             else:
@@ -145,13 +172,16 @@ def choose_matrices(config: OptimizerConfig, model_chunks: Sequence[MegatronModu
     return choice
 
 
-def _reason_against(config: OptimizerConfig, name: str, parameter: Any, owner: nn.Module) -> str | None:
-    """Return why a parameter is not for Muon, or None if it is."""
+def _reason_against(config: OptimizerConfig, name: str, parameter: Any, owners: Sequence[nn.Module]) -> str | None:
+    """Return why a parameter is not for Muon, or None if it is.
+
+    The copy of an embedding that a later pipeline stage has for predictions lacks megatron-core's mark of embeddings.
+    """
     if parameter.ndim != 2:
         return f"{parameter.ndim}-D"
     if getattr(parameter, "is_embedding_or_output_parameter", False):
         return "embedding or output layer"
-    if isinstance(owner, nn.Embedding):
+    if any(isinstance(owner, (nn.Embedding, VocabParallelEmbedding)) for owner in owners):
         return "embedding"
     if getattr(config, "muon_router_adam", False) and name.endswith("router.weight"):
         return "router"

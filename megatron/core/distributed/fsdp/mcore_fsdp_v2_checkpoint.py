@@ -27,7 +27,7 @@ import torch
 from megatron.core.transformer.fsdp_dtensor_checkpoint import get_ep_layer_offset
 from megatron.core.transformer.module import MegatronModule
 
-from megatron.core.distributed.fsdp.experimental import CheckpointError, FsdpDTensor, rows_of
+from megatron.core.distributed.fsdp.experimental import CheckpointError, FsdpDTensor, MuonRule, rows_of
 from megatron.core.distributed.fsdp.experimental.checkpoint import require_same_kind
 from megatron.core.distributed.fsdp.mcore_fsdp_v2_shared_weights import shared_name
 
@@ -224,10 +224,13 @@ def find_optimizer(optimizer: Any, chunk: MegatronModule, keys: Iterable[str]) -
     there, settings = _by_canonical_name(keys, STATE), _by_canonical_name(keys, SETTINGS)
     counts = {place for place in settings if place.endswith(f".{_STEP}")} - there.keys()
     if settings:
+        known = {place.rpartition(".")[0] for place in settings}
         for name, mine in optimizer.sharded_state_dict({})["param_to_group_meta"].items():
-            was_matrix = f"{canonical_name(name)}.{_OF_MATRICES}" in settings
-            saved = {_OF_MATRICES: True, "algorithm": mine.get("algorithm", "muon")} if was_matrix else {}
-            require_same_kind(canonical_name(name), mine, saved)
+            place = canonical_name(name)
+            was_matrix = f"{place}.{_OF_MATRICES}" in settings
+            if place in known:
+                saved = {_OF_MATRICES: True, "algorithm": MuonRule.name} if was_matrix else {}
+                require_same_kind(place, mine, saved)
     found = {}
     ours = optimizer.sharded_state_dict({}, is_loading=True)["state"]
     states = split_gated_states({canonical_name(name): values for name, values in ours.items()}, chunk.config)

@@ -15,7 +15,7 @@ seen by identity. Only gradients are handed over one by one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter, is_, is_not
@@ -37,14 +37,18 @@ class LocalStep:
     Args:
         find_groups: returns the runtime's groups behind an optimizer's parameters, and refuses foreign parameters.
         precision_aware: hand gradients over as ``decoupled_grad``, in their own dtype.
-        empty_first: lend tensors without elements before all others of their param_group.
+        empty_first: tells of a param_group whether tensors without elements are lent before its others. Their order
+            differs between ranks then.
 
     Attributes:
         precision_aware: as given.
     """
 
     def __init__(
-        self, find_groups: Callable[[Any], list[FsdpParameterGroup]], precision_aware: bool, empty_first: bool
+        self,
+        find_groups: Callable[[Any], list[FsdpParameterGroup]],
+        precision_aware: bool,
+        empty_first: Callable[[Mapping[str, Any]], bool],
     ) -> None:
         self._find_groups = find_groups
         self.precision_aware = precision_aware
@@ -73,11 +77,12 @@ class LocalStep:
         self._sharded = [list(params) for params in sharded]
         self._local, self._lent, self._state, self._sharded_of = [], [], None, {}
         indices: dict[int, set[int]] = {id(group): set() for group in groups}
-        for params in self._sharded:
+        for param_group, params in zip(optimizer.param_groups, self._sharded, strict=True):
             lent = [known.get(id(parameter), parameter._local_tensor.detach()) for parameter in params]
             self._lent += [(parameter, local, local.dtype) for parameter, local in zip(params, lent, strict=True)]
             self._sharded_of |= {id(local): parameter for parameter, local in zip(params, lent, strict=True)}
-            self._local.append(sorted(lent, key=lambda local: local.numel() > 0) if self._empty_first else lent)
+            is_sorted = self._empty_first(param_group)
+            self._local.append(sorted(lent, key=lambda local: local.numel() > 0) if is_sorted else lent)
             for parameter in params:
                 indices[id(parameter._fsdp_group())].add(parameter.geometry.index)
         self._groups = groups

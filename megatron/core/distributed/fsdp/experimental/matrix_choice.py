@@ -57,7 +57,10 @@ class MatrixChoice:
 
 
 def choose_matrices(
-    model: nn.Module, exclude: Sequence[str] = (), parts: Mapping[str, Sequence[int]] | None = None
+    model: nn.Module,
+    exclude: Sequence[str] = (),
+    parts: Mapping[str, Sequence[int]] | None = None,
+    include: Sequence[str] = (),
 ) -> MatrixChoice:
     """Sort the trainable parameters of a model.
 
@@ -65,28 +68,26 @@ def choose_matrices(
         model: sharded or plain.
         exclude: patterns of names of parameters that are not for the matrix rule.
         parts: rows of fused matrices, by pattern of names.
+        include: patterns of names of parameters that are matrices although they look like an output head.
 
     Raises:
         ValueError: no matrices, or a pattern that no parameter has.
     """
     choice = MatrixChoice()
     parts = parts or {}
-    tables = {
-        tuple(module.weight.shape): name
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    }
+    head, table = _output_head(model)
     used: set[str] = set()
     for name, parameter, module in _trainable(model):
         shape = tuple(parameter.shape)
         matched = [pattern for pattern in exclude if fnmatchcase(name, pattern)]
-        used |= set(matched)
+        wanted = [pattern for pattern in include if fnmatchcase(name, pattern)]
+        used |= {*matched, *wanted}
         if len(shape) < 2:
             reason = f"{len(shape)}-D"
-        elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        elif isinstance(module, _TABLES):
             reason = "embedding"
-        elif shape in tables:
-            reason = f"shaped like the embedding {tables[shape]}"
+        elif name == head and not wanted:
+            reason = f"shaped like the embedding {table}, and the last one"
         elif matched:
             reason = f"excluded by {matched[0]!r}"
         elif len(shape) > 3 and not isinstance(module, _ConvNd):
@@ -99,7 +100,7 @@ def choose_matrices(
             continue
         choice.others[name] = parameter
         choice.reasons[name] = reason
-    if unused := sorted({*exclude, *parts} - used):
+    if unused := sorted({*exclude, *parts, *include} - used):
         raise ValueError(
             f"patterns of matrices: expected each to name a parameter, got {unused[:3]} without one. Correct or drop "
             "them; names are those of named_parameters()."
@@ -110,6 +111,31 @@ def choose_matrices(
             "embedding, got none. Use an element-wise optimizer."
         )
     return choice
+
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+
+def _output_head(model: nn.Module) -> tuple[str, str]:
+    """Return the names of a model's output head and of the embedding that it is shaped like; empty if there is none.
+
+    It is the last weight with the shape of the largest embedding, unless that is tied to a module that is none.
+    """
+    tables = [(name, module) for name, module in model.named_modules() if isinstance(module, _TABLES)]
+    if not tables:
+        return "", ""
+    name, largest = max(tables, key=lambda item: item[1].weight.shape[0])
+    tied = [
+        module
+        for module in model.modules()
+        if not isinstance(module, _TABLES) and any(p is largest.weight for p in module._parameters.values())
+    ]
+    alike = [
+        found
+        for found, parameter, module in _trainable(model)
+        if tuple(parameter.shape) == tuple(largest.weight.shape) and not isinstance(module, _TABLES)
+    ]
+    return ("", "") if tied or not alike else (alike[-1], name)
 
 
 def _trainable(model: nn.Module) -> Iterable[tuple[str, Any, nn.Module]]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from .compiling import untraced
 from .dtensor import FsdpDTensor
 from .matrix_blocks import JoinedPieces, MatrixBlock, blocks_of
-from .matrix_rule import MatrixRule, require, require_same_rule
+from .matrix_rule import MatrixRule, is_of_matrices, require, require_same_rule
 from .matrix_work import Entry, MatrixWork, make_works
 
 PACKAGE_BYTES = 256 << 20
@@ -94,6 +94,7 @@ class MatrixOptimizer(Optimizer):
             "joins_pieces": False,
             **settings,
         }
+        self._settings = frozenset(defaults)
         super().__init__(params, defaults)
         if rest is not None:
             self._take_rest(rest)
@@ -112,38 +113,64 @@ class MatrixOptimizer(Optimizer):
         rest.state = self.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add matrices.
+        """Add matrices, or other parameters: these with the name of `rest`'s class as ``algorithm``.
 
         Raises:
             ValueError: settings without a meaning, or parameters that hold no matrices; nothing is added then.
         """
+        if self.rest is not None and param_group.get("algorithm") == type(self.rest).__name__:
+            self.rest.add_param_group(param_group)
+            self.param_groups.append(self.rest.param_groups[-1])
+            return
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            found = group.setdefault("algorithm", self.rule.name)
-            require(found == self.rule.name, self.rule.name, "algorithm", repr(self.rule.name), found)
-            require(group["weight_decay"] >= 0, self.rule.name, "weight_decay", ">= 0", group["weight_decay"])
-            is_rate = isinstance(group["lr"], torch.Tensor) or group["lr"] >= 0
-            require(is_rate, self.rule.name, "lr", ">= 0", group["lr"])
-            self.rule.check(group)
+            group.setdefault("algorithm", self.rule.name)
+            self._check(group)
             for index, parameter in enumerate(group["params"]):
-                _blocks(parameter, group, f"parameter {index} of param_groups[{len(self.param_groups) - 1}]")
+                name = f"parameter {index} of param_groups[{len(self.param_groups) - 1}]"
+                require(parameter.dtype is not torch.float64, self.rule.name, name, "float32 or narrower", "float64")
+                _blocks(parameter, group, name)
         except ValueError:
             self.param_groups.pop()
             raise
 
+    def _check(self, group: Mapping[str, Any]) -> None:
+        """Refuse settings of matrices that are missing or have no meaning; no host synchronisation."""
+        name = self.rule.name
+        if missing := sorted(self._settings - group.keys()):
+            raise ValueError(f"{name} settings: expected all of {sorted(self._settings)}, got none for {missing}.")
+        require(group["algorithm"] == name, name, "algorithm", repr(name), group["algorithm"])
+        require(group["weight_decay"] >= 0, name, "weight_decay", ">= 0", group["weight_decay"])
+        rate = group["lr"]
+        is_rate = rate.ndim == 0 if isinstance(rate, torch.Tensor) else rate >= 0
+        require(is_rate, name, "lr", "a number >= 0 or a 0-d tensor", rate)
+        self.rule.check(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch does, with dtypes by their names, which every format of checkpoints takes."""
+        found = super().state_dict()
+        groups = [{key: _name_of(value) for key, value in group.items()} for group in found["param_groups"]]
+        return {**found, "param_groups": groups}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but leave the state of matrices in its dtype, rather than in that of the weights.
+        """Load as torch does, but for what belongs to this optimizer: how parameters hold matrices, dtypes of state.
 
         Raises:
-            ValueError: state that another rule has made.
+            ValueError: state that another rule has made, or settings without a meaning.
         """
         saved: list[dict[str, Any]] = []
 
-        def see(_: Optimizer, found: dict[str, Any]) -> None:
-            for number, (ours, theirs) in enumerate(zip(self.param_groups, found["param_groups"], strict=False)):
+        def see(_: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+            groups = []
+            for number, (ours, theirs) in enumerate(zip(self.param_groups, found["param_groups"], strict=True)):
                 require_same_rule(f"param_groups[{number}]", ours, theirs)
-            saved.append(found)
+                group = {key: _dtype_of(value) if key.endswith("_dtype") else value for key, value in theirs.items()}
+                groups.append({**group, **{key: ours[key] for key in _OWN if key in ours}})
+                if is_of_matrices(ours):
+                    self._check(groups[-1])
+            saved.append({**found, "param_groups": groups})
+            return saved[-1]
 
         # The last hook: it sees what others have made of the state dict.
         hook = self.register_load_state_dict_pre_hook(see)
@@ -161,10 +188,16 @@ class MatrixOptimizer(Optimizer):
                     for name, value in saved[0]["state"][key].items()
                 }
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: plans are made anew."""
+        kept = {name: getattr(self, name) for name in ("rule", "rest", "_package_bytes", "_settings")}
+        return {**super().__getstate__(), **kept}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take state and param_groups that were loaded; `rest` shares them."""
+        """Take state and param_groups that were loaded, or all of a copy; `rest` shares them."""
         super().__setstate__(state)
-        self._known = []
+        self._known, self._known_settings, self._works = [], [], []
+        self.__dict__.setdefault("guard_rest", nullcontext)
         if self.rest is not None:
             groups = [group for group in self.param_groups if group["algorithm"] != self.rule.name]
             self.rest.__setstate__({"state": self.state, "param_groups": groups})
@@ -187,12 +220,23 @@ class MatrixOptimizer(Optimizer):
             raise ValueError(
                 f"{type(self).__name__}.step: expected no closure, got one. Compute the loss before the step."
             )
+        for group in self.matrix_groups:
+            self._check(group)
         for work in self._current_works():
             work.run(self.state)
         if self.rest is not None:
-            self.rest.state = self.state
+            self._step_rest(self.rest)
+
+    def _step_rest(self, rest: Optimizer) -> None:
+        """Step the other optimizer on what this one steps now; hooks of all optimizers are told of this one only."""
+        step: Any = type(rest).step
+        before = rest.state
+        rest.state = self.state
+        try:
             with self.guard_rest():
-                self.rest.step()
+                (step.__wrapped__ if getattr(step, "hooked", False) else step)(rest)
+        finally:
+            rest.state = before
 
     @property
     def works(self) -> Sequence[MatrixWork]:
@@ -211,7 +255,7 @@ class MatrixOptimizer(Optimizer):
     def _planned_by(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the settings of a group that plans depend on; loading changes them, or whoever trains."""
         dtypes = self.rule.travel_dtype(group), self.rule.result_dtype(group)
-        return len(group["params"]), group["is_stack"], tuple(group["parts"]), group["joins_pieces"], *dtypes
+        return id(group), len(group["params"]), group["is_stack"], tuple(group["parts"]), group["joins_pieces"], *dtypes
 
     def _entries(self) -> Iterable[Entry]:
         lender = getattr(self, "_fsdp_step", None)
@@ -232,6 +276,18 @@ class MatrixOptimizer(Optimizer):
                 name = f"parameter {index}" if geometry is None else geometry.fqn
                 joined, blocks = _blocks(sharded, group, name)
                 yield Entry(name, parameter, group, sharded if geometry is not None else None, joined, tuple(blocks))
+
+
+_OWN = ("algorithm", "is_stack", "joins_pieces", "parts")
+"""Settings that say how this optimizer's parameters hold matrices, whatever was saved."""
+
+
+def _name_of(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _dtype_of(value: Any) -> Any:
+    return getattr(torch, value) if isinstance(value, str) else value
 
 
 def _differ(one: object, other: object) -> bool:

@@ -28,6 +28,9 @@ from . import collectives
 from .device import Event, Stream, current_stream, new_stream, report_access
 from .matrix_plan import MatrixPlan, Message
 
+_MAX_SETS = 16
+"""Sets of active matrices that packages are kept for."""
+
 _ALIGNMENT = 64
 """Every matrix and message begins at a multiple of it in its buffer: kernels may round otherwise at other addresses."""
 
@@ -256,6 +259,8 @@ class MatrixPipeline:
 
     def _rounds_of(self, active: frozenset[int] | None) -> list[_Round]:
         if active not in self._rounds:
+            if len(self._rounds) >= _MAX_SETS:
+                self._rounds.clear()
             chosen = [[m for m in package if active is None or m in active] for package in self.plan.rounds]
             self._rounds[active] = [self._plan_round(package) for package in chosen if package]
         return self._rounds[active]

@@ -48,7 +48,12 @@ def require_same_rule(name: str, ours: Mapping[str, Any], saved: Mapping[str, An
 
 
 def _rule_of(settings: Mapping[str, Any]) -> str:
-    return str(settings["algorithm"]) if "is_stack" in settings else "an element-wise optimizer"
+    return str(settings["algorithm"]) if is_of_matrices(settings) else "an element-wise optimizer"
+
+
+def is_of_matrices(settings: Mapping[str, Any]) -> bool:
+    """Return whether settings are those of a param_group of matrices."""
+    return "is_stack" in settings
 
 
 class MatrixRule(ABC):
@@ -98,7 +103,7 @@ class MatrixRule(ABC):
             group: settings.
 
         Returns:
-            The same shape; it is cast to `result_dtype`.
+            The same shape; it is cast to `result_dtype`. That of zeros is finite: state is made by such a step.
         """
 
     def scale(self, rows: int, columns: int, group: Mapping[str, Any]) -> float:

@@ -124,6 +124,12 @@ class MatrixWork:
         active = [index for index, entry in enumerate(self._entries) if entry.local.grad is not None]
         if not active:
             return
+        try:
+            self._run(active, state)
+        finally:
+            self._states, self._gradients = [], {}
+
+    def _run(self, active: Sequence[int], state: Any) -> None:
         self._states = [self._state_of(entry, state) for entry in self._entries]
         self._gradients = {index: self._gradient_of(self._entries[index]) for index in active}
         for group, indices in self._by_group(active):
@@ -133,10 +139,7 @@ class MatrixWork:
         if len(active) < len(self._entries):
             matrices = ((self._first_matrix[index], self._first_matrix[index + 1]) for index in active)
             chosen = frozenset(itertools.chain.from_iterable(range(*ends) for ends in matrices))
-        try:
-            self._pipeline.run(self, chosen)
-        finally:
-            self._states, self._gradients = [], {}
+        self._pipeline.run(self, chosen)
 
     def _state_of(self, entry: Entry, state: Any) -> dict[str, torch.Tensor]:
         if entry.local.grad is None:

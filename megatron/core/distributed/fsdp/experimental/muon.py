@@ -146,6 +146,7 @@ def fully_shard_muon(
     *,
     rest: Callable[[Any], Optimizer] | None = None,
     exclude: Sequence[str] = (),
+    include: Sequence[str] = (),
     parts: Mapping[str, Sequence[int]] | None = None,
     joins_pieces: bool = False,
     report: Callable[[str], None] | None = print,
@@ -153,9 +154,9 @@ def fully_shard_muon(
 ) -> Muon:
     """Return an adapted optimizer for a sharded model: Muon for its matrices, AdamW for everything else.
 
-    Matrices are weights with two dims or more of the logical parameter, but for embeddings, weights shaped like one
-    (output heads), and what `exclude` names. Those with more dims are flattened if a convolution has them; three dims
-    elsewhere are a stack of matrices.
+    Matrices are weights with two dims or more of the logical parameter, but for embeddings, the last weight that is
+    shaped like the largest of them (an output head), and what `exclude` names. Those with more dims are flattened if a
+    convolution has them; three dims elsewhere are a stack of matrices.
 
     Args:
         model: sharded, with all of its units; each rank calls this.
@@ -163,6 +164,7 @@ def fully_shard_muon(
         rest: makes the optimizer of the other parameters from a list of them; None for AdamW with learning rate 3e-4
             and weight decay 0.1, fused on accelerators.
         exclude: patterns of names, as in a shell, of further parameters that are not for Muon.
+        include: patterns of names of parameters that are for Muon although they look like an output head.
         parts: by pattern of names, the rows of matrices that are fused in one parameter; see `MatrixOptimizer`.
         joins_pieces: orthogonalise matrices as a whole that tensor parallelism has cut, rather than piece by piece.
         report: takes the table of what goes where, on the first rank of the program; None for none.
@@ -171,7 +173,7 @@ def fully_shard_muon(
     Raises:
         ValueError: no matrices, patterns that name nothing, parts that do not fit, or settings without a meaning.
     """
-    choice = choose_matrices(model, exclude, parts or {})
+    choice = choose_matrices(model, exclude, parts or {}, include)
     rest_optimizer = None
     if choice.others:
         others = list(choice.others.values())

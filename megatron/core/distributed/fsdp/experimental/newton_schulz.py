@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, cycle, islice, repeat
+from typing import Any
 
 import torch
 
@@ -104,14 +105,28 @@ def _step(x: torch.Tensor, a: float, b: float, c: float) -> torch.Tensor:
 
 @contextmanager
 def _float32_products(precision: str) -> Iterator[None]:
-    """Let float32 products be computed in a precision of torch's; those in bfloat16 are not concerned."""
-    before = torch.get_float32_matmul_precision()
-    wanted = "highest" if precision == "medium" else precision
-    if wanted == before:
+    """Let float32 products be computed in a precision of torch's; those in bfloat16 are not concerned.
+
+    torch has two ways to say so, and refuses the older one to a program that has used the newer one.
+    """
+    if precision == "medium":
         yield
         return
-    torch.set_float32_matmul_precision(wanted)
+    backends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    try:
+        before: Any = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+        is_legacy = True
+    except RuntimeError:
+        known = [backend for backend in backends if hasattr(backend, "fp32_precision")]
+        before, is_legacy = [(backend, backend.fp32_precision) for backend in known], False
+        for backend in known:
+            backend.fp32_precision = "ieee" if precision == "highest" else "tf32"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if is_legacy:
+            torch.set_float32_matmul_precision(before)
+        else:
+            for backend, value in before:
+                backend.fp32_precision = value

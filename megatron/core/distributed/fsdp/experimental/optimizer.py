@@ -22,7 +22,7 @@ from .dtensor import FsdpDTensor, shard_dtensor
 from .elementwise import ElementwiseOnly
 from .full_values import cut_like
 from .local_step import LocalStep
-from .matrix_rule import require_same_rule
+from .matrix_rule import is_of_matrices, require_same_rule
 from .parameter_group import FsdpParameterGroup
 
 _NOT_ELEMENTWISE = ("adafactor", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap", "sparseadam")
@@ -59,9 +59,10 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
     if rest is not None:
         _check_optimizer(rest, False)
     cls = type(optimizer)
+    is_fused = _is_fused(cls) or _is_fused(type(rest))
     # TransformerEngine's kernels (issue 3207) update nothing of a list that ends with a tensor without elements.
-    fused = _is_fused(cls) or _is_fused(type(rest))
-    lender = LocalStep(_validated_groups, precision_aware, empty_first=fused)
+    # Matrices keep the order that all ranks have.
+    lender = LocalStep(_validated_groups, precision_aware, lambda group: is_fused and not is_of_matrices(group))
     lender.match(optimizer)
     if cls not in _adapted_classes:
         _adapted_classes[cls] = type(f"Fsdp{cls.__name__}", (_FsdpOptimizer, cls), {"step": _make_step(cls)})
