@@ -214,6 +214,31 @@ def test_another_optimizers_state_is_refused_on_every_rank(
         assert "Go on with the optimizer, and the choice of matrices, that has saved it" in text
 
 
+def _copies_of_the_embedding(flags: str) -> list[tuple[str, float]]:
+    with train_state(f"{TINY} {flags} --optimizer muon") as state:
+        for _ in range(2):
+            training.train_step(state)
+        groups = {id(p): group["algorithm"] for group in state.optimizer.param_groups for p in group["params"]}
+        return [
+            (groups[id(parameter)], float(parameter.full_tensor().double().sum()))
+            for name, parameter in state.chunks[0].named_parameters()
+            if "word_embeddings" in name
+        ]
+
+
+def test_copies_of_an_embedding_on_two_stages_stay_equal() -> None:
+    """The last stage's copy, for predictions, lacks megatron-core's mark of embeddings."""
+    flags = "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope"
+    first, last = run_ranks(2, _copies_of_the_embedding, flags)
+    assert first == last and [kind for kind, _ in first] == ["AdamW"]
+
+
+def test_a_checkpoint_of_fewer_layers_is_named_as_such(tmp_path: Path) -> None:
+    run_ranks(1, _save, str(tmp_path), "--optimizer muon")
+    for text in run_ranks_expecting(1, CheckpointError, _continue, str(tmp_path), "--optimizer muon --num-layers 3"):
+        assert "decoder.layers.2" in text and "expected that of muon" not in text
+
+
 def _continue_anew(folder: str, flags: str) -> None:
     with train_state(f"{TINY} {flags} --load {folder} --no-load-rng --no-load-optim") as state:
         assert not state.optimizer.optimizer.state

@@ -242,6 +242,38 @@ def test_a_model_without_matrices_is_refused() -> None:
         assert "expected matrices in the model with 'muon', got none that is trainable. Use 'adam'." in message
 
 
+def _idle(option: str) -> None:
+    start()
+    with cpu_shim():
+        build(wrap(build_gpt()), **{option: True})
+
+
+@pytest.mark.parametrize("option", ["muon_split_gate_up", "muon_router_adam"])
+def test_options_without_effect_are_refused(option: str) -> None:
+    for message in run_ranks_expecting(1, ValueError, _idle, option):
+        assert f"OptimizerConfig.{option}: expected False for a model without such layers, got True" in message
+
+
+class _Tied(torch.nn.Module):
+    """An embedding whose weight a later layer has, too."""
+
+    config = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(8, 6)
+        self.body, self.head = torch.nn.Linear(6, 6, bias=False), torch.nn.Linear(6, 8, bias=False)
+        self.head.weight = self.table.weight
+        body: Any = self.body.weight
+        body.geometry = SimpleNamespace(piece_shape=(6, 6))
+
+
+def test_an_embedding_that_is_tied_to_another_layer_is_no_matrix() -> None:
+    chunks: Any = [_Tied()]
+    choice = ours.choose_matrices(muon_config(), chunks)
+    assert set(choice.matrices) == {"body.weight"} and choice.reasons == {"table.weight": "embedding"}
+
+
 # --- overrides --------------------------------------------------------------------------------------------------------
 
 
