@@ -211,3 +211,5 @@ def test_only_the_last_weight_shaped_like_the_largest_table_is_a_head() -> None:
     assert set(choice.matrices) == {"layers.0.weight", "layers.1.weight", "up.weight", "head.weight"}
     with pytest.raises(ValueError, match=r"got \['tail'\] without one"):
         choose_matrices(_Square(), include=("tail",))
+    with pytest.raises(ValueError, match=r"got \['words.weight'\] without one"):
+        choose_matrices(_Square(), include=("words.weight",))  # an embedding stays one

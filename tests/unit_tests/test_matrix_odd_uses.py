@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron.core.distributed.fsdp.experimental import Muon, fully_shard, fully_shard_muon, fully_shard_optimizer
+from megatron.core.distributed.fsdp.experimental import Muon, fully_shard, fully_shard_muon
 from tests.unit_tests.launch import run_ranks, run_ranks_expecting
 from tests.unit_tests.matrix_oracle import give_gradients, weight_of
 
@@ -212,12 +212,3 @@ print(torch.backends.cuda.matmul.fp32_precision)
 def test_programs_that_use_torchs_newer_precisions_can_step() -> None:
     done = subprocess.run([sys.executable, "-c", NEW_PRECISION], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "tf32"
-
-
-def _adapt_both() -> None:
-    model = fully_shard(nn.Linear(6, 5))
-    fully_shard_optimizer(Muon([model.weight], rest=torch.optim.AdamW([model.bias])))
-
-
-def test_muon_over_parts_of_a_model_is_adapted() -> None:
-    run_ranks(2, _adapt_both)

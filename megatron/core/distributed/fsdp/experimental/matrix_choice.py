@@ -68,10 +68,10 @@ def choose_matrices(
         model: sharded or plain.
         exclude: patterns of names of parameters that are not for the matrix rule.
         parts: rows of fused matrices, by pattern of names.
-        include: patterns of names of parameters that are matrices although they look like an output head.
+        include: patterns of names; one names the parameter that is a matrix although it looks like an output head.
 
     Raises:
-        ValueError: no matrices, or a pattern that no parameter has.
+        ValueError: no matrices, or a pattern that no parameter has, or for `include` not what looks like a head.
     """
     choice = MatrixChoice()
     parts = parts or {}
@@ -81,7 +81,7 @@ def choose_matrices(
         shape = tuple(parameter.shape)
         matched = [pattern for pattern in exclude if fnmatchcase(name, pattern)]
         wanted = [pattern for pattern in include if fnmatchcase(name, pattern)]
-        used |= {*matched, *wanted}
+        used |= {*matched, *(wanted if name == head else ())}
         if len(shape) < 2:
             reason = f"{len(shape)}-D"
         elif isinstance(module, _TABLES):

@@ -139,7 +139,9 @@ class MatrixOptimizer(Optimizer):
         """Refuse settings of matrices that are missing or have no meaning; no host synchronisation."""
         name = self.rule.name
         if missing := sorted(self._settings - group.keys()):
-            raise ValueError(f"{name} settings: expected all of {sorted(self._settings)}, got none for {missing}.")
+            raise ValueError(
+                f"{name} settings: expected all of {sorted(self._settings)}, got none for {missing}. Add them."
+            )
         require(group["algorithm"] == name, name, "algorithm", repr(name), group["algorithm"])
         require(group["weight_decay"] >= 0, name, "weight_decay", ">= 0", group["weight_decay"])
         rate = group["lr"]

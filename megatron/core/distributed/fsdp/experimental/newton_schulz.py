@@ -64,7 +64,7 @@ def newton_schulz(
         precision: one of `PRECISIONS`.
 
     Returns:
-        The same shape, perhaps not contiguous; bfloat16 with precision "medium", else float32.
+        The same shape; bfloat16 with precision "medium", else float32.
     """
     if matrix.dtype is torch.float64:
         matrix = matrix.float()
